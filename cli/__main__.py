@@ -7,8 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.cli import auth, bench, calibrate, chunks, doctor, explain, server, trace
-from kvstore.cli.app import EXIT_STORE, EXIT_USAGE, app, fail
+from kvstore.cli import app, auth, bench, calibrate, chunks, doctor, explain, server, trace
 from kvstore.cli.demo import demo
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError, UnknownCodecError
 
@@ -18,11 +17,11 @@ MODULES = (auth, bench, calibrate, chunks, demo, doctor, explain, server, trace)
 def main(argv: Sequence[str] | None = None) -> None:
     """Run the command in *argv*, or of this process. Ends in SystemExit."""
     try:
-        app(args=None if argv is None else list(argv), prog_name="kvstore")
+        app.root(args=None if argv is None else list(argv), prog_name="kvstore")
     except (InvalidRequestError, ModelError, UnknownCodecError, OSError) as error:
-        fail(error, EXIT_USAGE)
+        app.fail(error, app.EXIT_USAGE)
     except KVStoreError as error:
-        fail(error, EXIT_STORE)
+        app.fail(error, app.EXIT_STORE)
 
 
 if __name__ == "__main__":

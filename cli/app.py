@@ -292,17 +292,17 @@ def _typer(**settings: Any) -> typer.Typer:
     return typer.Typer(cls=Commands, no_args_is_help=True, **plain, **settings)
 
 
-app = _typer(
+root = _typer(
     help="Inspect, administer and benchmark a kvstore server.",
     epilog=f"Exit codes: {'; '.join(f'{code} {text}' for code, text in CODES.items())}.",
 )
-_groups = {"": app}
+_groups = {"": root}
 
 
 def group(name: str, section: str, text: str) -> None:
     """Register a group of commands, which follow as ``name command``."""
     _groups[name] = _typer(help=text)
-    app.add_typer(_groups[name], name=name, rich_help_panel=section)
+    root.add_typer(_groups[name], name=name, rich_help_panel=section)
 
 
 def command(
@@ -377,7 +377,7 @@ def _root(**values: Any) -> None:
     _remember(values)
 
 
-app.callback()(_takes(_root, _ROOT))
+root.callback()(_takes(_root, _ROOT))
 
 
 # --- what is printed: JSON, or text that no terminal obeys, in plain columns that are not cut

@@ -10,34 +10,17 @@ from typing import TYPE_CHECKING, Annotated, Any
 
 from typer import Argument, Option
 
-from kvstore.cli.app import (
-    EXIT_NOT_HELD,
-    AsJson,
-    Grid,
-    TierName,
-    Yes,
-    as_dict,
-    call,
-    chosen,
-    command,
-    confirm,
-    fail,
-    group,
-    path,
-    readable_size,
-    show,
-    size,
-)
+from kvstore.cli import app
 from kvstore.cli.chunks import EVERY_TENANT, MIN_DIGITS, only_one
 from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.server.security.key_files import ApiKey, EncryptionKey
 
-group("token", "Administer", "API keys in the file of --auth-keys; servers read it again.")
-group("keys", "Administer", "Encryption keys in the file of --encryption-keys.")
-group("quota", "Administer", "What tenants use, and their limits.")
-group("audit", "Administer", "The audit log.")
+app.group("token", "Administer", "API keys in the file of --auth-keys; servers read it again.")
+app.group("keys", "Administer", "Encryption keys in the file of --encryption-keys.")
+app.group("quota", "Administer", "What tenants use, and their limits.")
+app.group("audit", "Administer", "The audit log.")
 
 KeyFile = Annotated[Path, Argument(metavar="FILE", help="The file of keys.")]
 NewFile = Annotated[Path, Argument(metavar="FILE", help="File of keys; made if missing.")]
@@ -45,7 +28,7 @@ NewFile = Annotated[Path, Argument(metavar="FILE", help="File of keys; made if m
 
 def _show_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], as_json: bool) -> None:
     data = [dict(zip(headings, row, strict=True)) for row in rows]
-    show(data, [Grid(headings, rows)], as_json)
+    app.show(data, [app.Grid(headings, rows)], as_json)
 
 
 def _day(made_s: int) -> str:
@@ -67,12 +50,12 @@ def _encryption_keys(file: Path) -> list[EncryptionKey]:
 # --- token
 
 
-@command("token make", exits="0 2", example="kvstore token make api-keys --tenant acme")
+@app.command("token make", exits="0 2", example="kvstore token make api-keys --tenant acme")
 def token_make(
     file: NewFile,
     tenant: Annotated[str, Option(help="Tenant of the key.")],
-    roles: Annotated[str, chosen("Roles", ("read", "write", "admin", "peer"))] = "read,write",
-    out: Annotated[Path | None, path("Write the key to this new file, for you alone.")] = None,
+    roles: Annotated[str, app.chosen("Roles", ("read", "write", "admin", "peer"))] = "read,write",
+    out: Annotated[Path | None, app.path("Write the key to this new file, for you alone.")] = None,
 ) -> None:
     """Create an API key and print it.
 
@@ -98,14 +81,14 @@ def token_make(
             raise
 
 
-@command("token list", exits="0 2", example="kvstore token list api-keys")
-def token_list(file: KeyFile, as_json: AsJson = False) -> None:
+@app.command("token list", exits="0 2", example="kvstore token list api-keys")
+def token_list(file: KeyFile, as_json: app.AsJson = False) -> None:
     """Show the keys of a file: their ids, tenants and roles."""
     rows = [(r.id, r.tenant, ",".join(sorted(r.roles)), _day(r.made)) for r in _tokens(file)]
     _show_rows(("id", "tenant", "roles", "made"), rows, as_json)
 
 
-@command("token revoke", exits="0 2", example="kvstore token revoke api-keys 0123456789ab")
+@app.command("token revoke", exits="0 2", example="kvstore token revoke api-keys 0123456789ab")
 def token_revoke(
     file: KeyFile,
     key_id: Annotated[str, Argument(metavar="ID", help="Key id; a unique prefix is enough.")],
@@ -114,7 +97,7 @@ def token_revoke(
     from kvstore.server.security.key_files import write_keys
 
     rows = _tokens(file)
-    ids = [row.id for row in rows]
+    ids = [row.id for row in rows if row.id.startswith(key_id)]
     found = only_one("id", key_id, ids) if len(key_id) >= MIN_DIGITS else None
     if found is None:
         raise InvalidRequestError("id", key_id, "is not in the file; kvstore token list")
@@ -125,7 +108,7 @@ def token_revoke(
 # --- keys
 
 
-@command("keys new", exits="0 2", example="kvstore keys new encryption-keys")
+@app.command("keys new", exits="0 2", example="kvstore keys new encryption-keys")
 def keys_new(file: NewFile) -> None:
     """Create a key of the next epoch; new data is encrypted with it."""
     from kvstore.server.security.key_files import next_key, write_keys
@@ -136,8 +119,8 @@ def keys_new(file: NewFile) -> None:
     print(f"created the key of epoch {row.epoch}; new data is encrypted with it")
 
 
-@command("keys list", exits="0 2", example="kvstore keys list encryption-keys")
-def keys_list(file: KeyFile, as_json: AsJson = False) -> None:
+@app.command("keys list", exits="0 2", example="kvstore keys list encryption-keys")
+def keys_list(file: KeyFile, as_json: app.AsJson = False) -> None:
     """Show the epochs of a file, and the fingerprints of their keys."""
     import hashlib
 
@@ -148,11 +131,11 @@ def keys_list(file: KeyFile, as_json: AsJson = False) -> None:
     _show_rows(("epoch", "fingerprint", "made"), rows, as_json)
 
 
-@command("keys retire", exits="0 1 2", example="kvstore keys retire encryption-keys 1 --yes")
+@app.command("keys retire", exits="0 1 2", example="kvstore keys retire encryption-keys 1 --yes")
 def keys_retire(
     file: KeyFile,
     epoch: Annotated[int, Argument(metavar="EPOCH", help="As keys list shows it.")],
-    yes: Yes = False,
+    yes: app.Yes = False,
 ) -> None:
     """Delete a key for good: what was encrypted with it is missing from then on."""
     from kvstore.server.security.key_files import write_keys
@@ -164,7 +147,9 @@ def keys_retire(
     if not left or epoch == max(row.epoch for row in rows):
         raise InvalidRequestError("epoch", epoch, "is in use; kvstore keys new first")
     if not yes:
-        confirm(f"What was encrypted with the key of epoch {epoch} cannot be read again. Continue?")
+        app.confirm(
+            f"What was encrypted with the key of epoch {epoch} cannot be read again. Continue?"
+        )
     write_keys(file, left)
     print(f"deleted the key of epoch {epoch}")
 
@@ -172,28 +157,28 @@ def keys_retire(
 # --- quota
 
 
-@command("quota show", example="kvstore quota show --all --json")
+@app.command("quota show", example="kvstore quota show --all --json")
 def quota_show(
     address: str,
     tenant: Annotated[str, Argument(help="Tenant; default: your own.")] = "",
     everything: Annotated[bool, Option("--all", help="Every tenant; for admins.")] = False,
-    as_json: AsJson = False,
+    as_json: app.AsJson = False,
 ) -> None:
     """Show what a tenant uses of each tier, and its limits."""
-    _show_quotas(call(address, "Quota", tenant=EVERY_TENANT if everything else tenant), as_json)
+    _show_quotas(app.call(address, "Quota", tenant=EVERY_TENANT if everything else tenant), as_json)
 
 
-@command("quota set", example="kvstore quota set acme --rate 500")
+@app.command("quota set", example="kvstore quota set acme --rate 500")
 def quota_set(  # noqa: PLR0913 - each is an option
     address: str,
     tenant: Annotated[str, Argument(help="Tenant whose limits change.")],
-    quota: Annotated[int | None, size("Capacity of each tier.", "--size")] = None,
-    guaranteed: Annotated[int | None, size("Guaranteed minimum of each tier.")] = None,
-    tier: Annotated[TierName | None, Option(help="Limits of this tier only.")] = None,
+    quota: Annotated[int | None, app.size("Capacity of each tier.", "--size")] = None,
+    guaranteed: Annotated[int | None, app.size("Guaranteed minimum of each tier.")] = None,
+    tier: Annotated[app.TierName | None, Option(help="Limits of this tier only.")] = None,
     chunks: Annotated[int | None, Option(min=0, help="Chunks on each tier; 0: no limit.")] = None,
     rate: Annotated[int | None, Option(min=0, help="Requests a second.")] = None,
     leases: Annotated[int | None, Option(min=0, help="Leases at once.")] = None,
-    as_json: AsJson = False,
+    as_json: app.AsJson = False,
 ) -> None:
     """Change a tenant's limits until the server restarts; needs the role admin."""
     given = {
@@ -201,7 +186,7 @@ def quota_set(  # noqa: PLR0913 - each is an option
         "requests_per_s": rate, "leases": leases, "tier": tier,
     }  # fmt: skip
     fields = {name: value for name, value in given.items() if value is not None}
-    _show_quotas(call(address, "SetQuota", tenant=tenant, **fields), as_json)
+    _show_quotas(app.call(address, "SetQuota", tenant=tenant, **fields), as_json)
 
 
 def _show_quotas(reply: Any, as_json: bool) -> None:
@@ -210,19 +195,19 @@ def _show_quotas(reply: Any, as_json: bool) -> None:
         most = (limit or "-" for limit in (one.leases, one.requests_per_s, one.chunks))
         limits.append((one.tenant, one.used_leases, *most))
         for tier in one.tiers:
-            quota = readable_size(tier.quota_bytes) if tier.quota_bytes else "-"
-            used, guaranteed = map(readable_size, (tier.used_bytes, tier.guaranteed_bytes))
+            quota = app.readable_size(tier.quota_bytes) if tier.quota_bytes else "-"
+            used, guaranteed = map(app.readable_size, (tier.used_bytes, tier.guaranteed_bytes))
             tiers.append((one.tenant, tier.tier, used, quota, guaranteed, tier.used_chunks))
-    text = [Grid(("tenant", "leases", "of", "requests/s", "chunks a tier"), limits)]
+    text = [app.Grid(("tenant", "leases", "of", "requests/s", "chunks a tier"), limits)]
     if tiers:
-        text.append(Grid(("tenant", "tier", "used", "of", "guaranteed", "chunks"), tiers))
-    show(as_dict(reply), text, as_json)
+        text.append(app.Grid(("tenant", "tier", "used", "of", "guaranteed", "chunks"), tiers))
+    app.show(app.as_dict(reply), text, as_json)
 
 
 # --- audit
 
 
-@command("audit verify", exits="0 1 2", example="kvstore audit verify audit.log")
+@app.command("audit verify", exits="0 1 2", example="kvstore audit verify audit.log")
 def audit_verify(
     file: Annotated[Path, Argument(metavar="FILE", help="The log that --audit-log names.")],
     last: Annotated[
@@ -245,7 +230,7 @@ def audit_verify(
             count += 1
             is_found = is_found or digest == last
     except InvalidRequestError as error:
-        fail(error, EXIT_NOT_HELD)
+        app.fail(error, app.EXIT_NOT_HELD)
     if not is_found:
-        fail(f"{last} is not in the log: its end was cut off", EXIT_NOT_HELD)
+        app.fail(f"{last} is not in the log: its end was cut off", app.EXIT_NOT_HELD)
     print(f"{count} records verified; the last hash is {digest}")

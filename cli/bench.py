@@ -8,17 +8,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
-from kvstore.cli.app import (
-    AsJson,
-    Grid,
-    command,
-    followed,
-    given_access,
-    number,
-    readable_size,
-    show,
-    size,
-)
+from kvstore.cli import app
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 if TYPE_CHECKING:  # help is to load none of the product
@@ -67,7 +57,7 @@ def synthetic_client(
     layers = (types.LayerGroup(kind, dtype, (0,), heads, _HEAD_DIM),)
     rope = types.RopeParameters(10_000.0, _HEAD_DIM)
     model = types.Model(f"kvstore/{name}", "1", "none", "none", layers, rope, "none")
-    tokens, access = types.MIN_CHUNK_TOKENS, given_access()
+    tokens, access = types.MIN_CHUNK_TOKENS, app.given_access()
     return Client(
         address, model, ClientOptions(transport, tokens, deadline_ms, name=name, access=access)
     )
@@ -105,31 +95,33 @@ def chunks_of(keys: Sequence[ChunkKey], tensors: Sequence[ChunkTensors]) -> list
 # --- bench
 
 
-@command("bench", exits="0 1 2 3", example="kvstore bench --chunks 16 --json", section="Measure")
+@app.command(
+    "bench", exits="0 1 2 3", example="kvstore bench --chunks 16 --json", section="Measure"
+)
 def bench(
     address: str,
-    chunks: Annotated[int, number("Number of chunks.", 1, MAX_CHUNKS)] = 64,
-    chunk_bytes: Annotated[int, size("Size of each chunk.")] = 1 << 20,
+    chunks: Annotated[int, app.number("Number of chunks.", 1, MAX_CHUNKS)] = 64,
+    chunk_bytes: Annotated[int, app.size("Size of each chunk.")] = 1 << 20,
     transport: Annotated[
         Literal["auto", "shm", "tcp", "grpc"], Option(help="Transport of the chunks.")
     ] = "auto",
-    as_json: AsJson = False,
+    as_json: app.AsJson = False,
 ) -> None:
     """Write, read back, verify and delete synthetic chunks; report throughput and latency.
 
     Exits with 1 unless all came back as they were.
     """
     if chunks * chunk_bytes > MAX_BYTES:
-        fix = f"all together have at most {readable_size(MAX_BYTES)}"
+        fix = f"all together have at most {app.readable_size(MAX_BYTES)}"
         raise InvalidRequestError("chunks", chunks, fix)
     done = run_bench(address, chunks, chunk_bytes, transport)
     put, get = (done["chunk_bytes"] * chunks / done[name] / 1e9 for name in ("put_s", "get_s"))
     text = (
-        f"{chunks} chunks of {readable_size(done['chunk_bytes'])}: put {put:.2f} GB/s, lookup"
+        f"{chunks} chunks of {app.readable_size(done['chunk_bytes'])}: put {put:.2f} GB/s, lookup"
         f" {done['lookup_ms']:.2f} ms, get {get:.2f} GB/s;"
         f" {done['stored']} stored, {done['right']} verified"
     )
-    show(done, [text], as_json, held=done["held"])
+    app.show(done, [text], as_json, held=done["held"])
 
 
 def run_bench(
@@ -183,13 +175,13 @@ def complete_codecs(incomplete: str) -> list[str]:
     return [name for name in every_name() if name.startswith(incomplete)]
 
 
-@command("codecs", exits="0 2", example="kvstore codecs raw kvq:2", section="Measure")
+@app.command("codecs", exits="0 2", example="kvstore codecs raw kvq:2", section="Measure")
 def codecs(
     names: Annotated[
         list[str] | None,
         Argument(help="Codecs, such as kvq:2; default: all.", autocompletion=complete_codecs),
     ] = None,
-    as_json: AsJson = False,
+    as_json: app.AsJson = False,
 ) -> None:
     """Measure what each codec does on this machine, and up to which link it pays."""
     from kvstore.codecs.base import codec_by_name
@@ -198,7 +190,7 @@ def codecs(
     found = [(name, codec_by_name(name)) for name in names or every_name()]
     sample = make_sample()
     rows, missing = [], {}
-    for name, codec in followed(found, "measuring"):
+    for name, codec in app.followed(found, "measuring"):
         try:
             one = measure(name, codec, sample, time.perf_counter, CODEC_BUDGET_S)
         except KVStoreError as error:
@@ -207,7 +199,7 @@ def codecs(
         row = {"codec": one.name, "backend": one.backend, "accuracy": one.accuracy.name}
         rates = {name: round(getattr(one, name)) for name in _RATES}
         rows.append(row | {"ratio": round(one.ratio, 4)} | rates)
-    show({"codecs": rows, "not_measured": missing}, _codecs_text(rows, missing), as_json)
+    app.show({"codecs": rows, "not_measured": missing}, _codecs_text(rows, missing), as_json)
 
 
 def every_name() -> list[str]:
@@ -217,7 +209,7 @@ def every_name() -> list[str]:
     return list(NAMES_BY_ID.values())
 
 
-def _codecs_text(rows: list[dict[str, Any]], missing: dict[str, str]) -> Iterator[str | Grid]:
+def _codecs_text(rows: list[dict[str, Any]], missing: dict[str, str]) -> Iterator[str | app.Grid]:
     headings = (
         "codec", "backend", "accuracy", "ratio", "enc GB/s", "dec GB/s", "even GB/s", "full GB/s",
     )  # fmt: skip
@@ -228,7 +220,7 @@ def _codecs_text(rows: list[dict[str, Any]], missing: dict[str, str]) -> Iterato
         )
         for one in rows
     )  # fmt: skip
-    yield Grid(headings, cells)
+    yield app.Grid(headings, cells)
     yield from (f"{name}: not measured: {reason}" for name, reason in missing.items())
     yield (
         "One thread, 2 MiB of synthetic bfloat16 KV. A codec breaks even on a link of so many GB/s"

@@ -4,22 +4,22 @@ from __future__ import annotations
 
 from importlib.util import find_spec
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import typer
 from typer import Argument, Option
 
-from kvstore.cli.app import EXIT_NOT_HELD, as_dict, command, group, number, path
+from kvstore.cli import app
 from kvstore.cli.bench import complete_codecs
 from kvstore.proto.errors import InvalidRequestError, printable
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.proto.blend import GateView
 
-group("blend", "Measure", "Reuse of chunks of other prompts.")
+app.group("blend", "Measure", "Reuse of chunks of other prompts.")
 
 
-@command(
+@app.command(
     "calibrate",
     exits="0 1 2 3",
     example="kvstore calibrate kvtc ./my-model --text corpus.txt --out assets",
@@ -36,18 +36,18 @@ def calibrate(  # noqa: PLR0913 - each is an option
         Argument(help="Folder of a transformers model, or .npy and .safetensors KV dumps."),
     ],
     out: Annotated[Path | None, Option(metavar="DIR", help="Folder of assets.")] = None,
-    text: Annotated[Path | None, path("Text for the model to read.")] = None,
+    text: Annotated[Path | None, app.path("Text for the model to read.")] = None,
     representation: Annotated[str | None, Option(metavar="HEX", help="Model of the dumps.")] = None,
-    tokens: Annotated[int, number("Tokens of the text to use.")] = 8192,
+    tokens: Annotated[int, app.number("Tokens of the text to use.")] = 8192,
     codec: Annotated[
         str,
         Option(help="gate: the codec whose copies are compared.", autocompletion=complete_codecs),
     ] = "",
     prompts: Annotated[
         Path | None,
-        path('gate: stored prompts, JSON lines: {"prompt": "..."} or {"tokens": [1, 2]}.'),
+        app.path('gate: stored prompts, JSON lines: {"prompt": "..."} or {"tokens": [1, 2]}.'),
     ] = None,
-    chunk_tokens: Annotated[int, number("gate: tokens of the engine's chunks.")] = 256,
+    chunk_tokens: Annotated[int, app.number("gate: tokens of the engine's chunks.")] = 256,
 ) -> None:
     """Make a model's asset for a codec that needs one, or open the gate of a codec's lossy copies.
 
@@ -69,7 +69,7 @@ def calibrate(  # noqa: PLR0913 - each is an option
     print(f"{made}: {made.stat().st_size} bytes, digest {asset.digest.hex()}")
 
 
-@command(
+@app.command(
     "blend calibrate",
     exits="0 1 2 3",
     example="kvstore blend calibrate ./my-model --text corpus.txt",
@@ -77,18 +77,18 @@ def calibrate(  # noqa: PLR0913 - each is an option
 def blend_calibrate(  # noqa: PLR0913 - each is an option
     address: str,
     model: Annotated[Path, Argument(help="Folder of a transformers model.")],
-    text: Annotated[Path | None, path("Text to cut documents from.")] = None,
+    text: Annotated[Path | None, app.path("Text to cut documents from.")] = None,
     questions: Annotated[
         Path | None,
-        path('Or prompts: JSON lines, {"documents": ["...", "..."], "question": "..."}.'),
+        app.path('Or prompts: JSON lines, {"documents": ["...", "..."], "question": "..."}.'),
     ] = None,
     prefix: Annotated[
-        Path | None, path("The system prompt, in front; else BOS or some text.")
+        Path | None, app.path("The system prompt, in front; else BOS or some text.")
     ] = None,
     tag: Annotated[str, Option(help="Kind of prompts; each has a gate of its own.")] = "",
-    documents: Annotated[int, number("Documents in a prompt.", 2)] = 4,
-    document_tokens: Annotated[int, number("Tokens of each document.", 16)] = 128,
-    question_tokens: Annotated[int, number("Tokens of the question.", 2)] = 32,
+    documents: Annotated[int, app.number("Documents in a prompt.", 2)] = 4,
+    document_tokens: Annotated[int, app.number("Tokens of each document.", 16)] = 128,
+    question_tokens: Annotated[int, app.number("Tokens of the question.", 2)] = 32,
 ) -> None:
     """Blend prompts against full prefills until the gate opens, or stays closed.
 
@@ -111,38 +111,39 @@ def check_extras(folder: Path) -> None:
 # --- how gates are shown
 
 
-def gate_as_dict(gate: GateView) -> dict[str, object]:
-    """Return a gate as JSON shows it."""
+def gate_as_dict(gate: Any) -> dict[str, Any]:
+    """Return a GateView, or a message of one, as JSON shows it."""
     hidden = ("calibrated", "codecs")
-    return {name: value for name, value in as_dict(gate).items() if name not in hidden}
+    return {name: value for name, value in app.as_dict(gate).items() if name not in hidden}
 
 
-def gate_line(gate: GateView) -> str:
+def gate_line(gate: dict[str, Any]) -> str:
     """Return why requests of a model and tag were blended, or not."""
-    asked = f"{gate.let_through} prompts let through, {gate.kept_out} not"
-    compared = f"{gate.shadows} compared since it changed"
-    if gate.shadows:
+    name = f"{gate['model'] or 'a model'}, tag {gate['tag'] or '-'}"
+    asked = f"{gate['let_through']} prompts let through, {gate['kept_out']} not"
+    compared = f"{gate['shadows']} compared since it changed"
+    if gate["shadows"]:
         compared = f"{compared}: {_found(gate)}"
-    name = f"{gate.model or 'a model'}, tag {gate.tag or '-'}"
-    return f"{name}: {_state(gate)} at ratio {gate.ratio:.3g}, {gate.why}; {asked}; {compared}"
+    state = f"{_state(gate)} at ratio {gate['ratio']:.3g}, {gate['why']}"
+    return f"{name}: {state}; {asked}; {compared}"
 
 
-def _finish(gate: GateView) -> None:
+def _finish(view: GateView) -> None:
     """Print what came of trials. Ends the command with 1 where the gate is not open."""
-    print(
-        printable(f"{gate.model}, tag {gate.tag or '-'}: {_state(gate)} at ratio {gate.ratio:.3f}")
-    )
-    print(printable(f"{_found(gate)}, speedup {_known(gate.speedup)}: {gate.why}"))
-    if not gate.is_open:
-        raise typer.Exit(EXIT_NOT_HELD)
+    gate = gate_as_dict(view)
+    name = f"{gate['model']}, tag {gate['tag'] or '-'}"
+    print(printable(f"{name}: {_state(gate)} at ratio {gate['ratio']:.3f}"))
+    print(printable(f"{_found(gate)}, speedup {_known(gate['speedup'])}: {gate['why']}"))
+    if not gate["open"]:
+        raise typer.Exit(app.EXIT_NOT_HELD)
 
 
-def _found(gate: GateView) -> str:
-    return f"agreement {_known(gate.agreement)}, KL a token {_known(gate.divergence)}"
+def _found(gate: dict[str, Any]) -> str:
+    return f"agreement {_known(gate['agreement'])}, KL a token {_known(gate['divergence'])}"
 
 
-def _state(gate: GateView) -> str:
-    return "open" if gate.is_open else "closed"
+def _state(gate: dict[str, Any]) -> str:
+    return "open" if gate["open"] else "closed"
 
 
 def _known(value: float) -> str:

@@ -5,8 +5,7 @@ People name namespaces and chunks by the first digits of their ids.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -14,25 +13,7 @@ from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 from typer import Argument, Option
 
-from kvstore.cli.app import (
-    EXIT_NOT_HELD,
-    AsJson,
-    Grid,
-    TierName,
-    Yes,
-    as_dict,
-    ask,
-    command,
-    confirm,
-    connected,
-    fail,
-    given_access,
-    number,
-    progress,
-    readable_size,
-    readable_time,
-    show,
-)
+from kvstore.cli import app
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
@@ -43,19 +24,13 @@ if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.proto.frame import FrameHeader
     from kvstore.proto.types import ChunkKey
 
-    Page = tuple[Client, Sequence[ChunkStat], bool]
-    """Chunks of a client's namespace, and whether more follow."""
-
 T = TypeVar("T")
 
 MAX_LISTED = 10_000
 """Chunks of one page."""
 MAX_PREFIX_CHUNKS = 65_536
 """Chunks of one prefix; of more nothing is pinned."""
-DAY_MS = 86_400_000
-_DURATION = re.compile(r"([0-9]{1,9})(ms|s|min|m|h|d)")
-_UNIT_MS = {"ms": 1, "s": 1000, "m": 60_000, "min": 60_000, "h": 3_600_000, "d": DAY_MS}
-
+MAX_PIN_S = 86_400
 DEADLINE_MS = 10_000
 DIGEST_DIGITS = 32
 KEY_DIGITS = 64  # a namespace's, then a digest's
@@ -141,7 +116,7 @@ class Selection:
         from kvstore.client.options import ClientOptions
         from kvstore.proto.messages import representation_from_message
 
-        whose: dict[str, Any] = {"access": given_access(), "tenant": self.tenant}
+        whose: dict[str, Any] = {"access": app.given_access(), "tenant": self.tenant}
         options = ClientOptions("grpc", deadline_ms=DEADLINE_MS, name="kvstore", **whose)
         return Client(self.address, representation_from_message(model), options)
 
@@ -162,17 +137,11 @@ def check_digits(field: str, text: str) -> str:
     return found
 
 
-def only_one(field: str, begun: str, ids: Iterable[str]) -> str | None:
-    """Return the one of *ids* that is *begun* or begins with it; None when none does.
-
-    Raises InvalidRequestError when several do.
-    """
-    found = [one for one in ids if one.startswith(begun)]
-    if begun in found:
-        return begun
+def only_one(field: str, name: str, found: Sequence[T]) -> T | None:
+    """Return the one that was *found* by *name*, if any. Raises InvalidRequestError for several."""
     if len(found) > 1:
-        fix = f"stands for several: {', '.join(found[:4])}; give more digits"
-        raise InvalidRequestError(field, begun, fix)
+        fix = f"stands for several: {', '.join(map(str, found[:4]))}; give more digits"
+        raise InvalidRequestError(field, name, fix)
     return found[0] if found else None
 
 
@@ -180,9 +149,9 @@ def fetch_namespaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
     """Return the namespaces of *tenant* (``*``: of every one), the latest first."""
     found: dict[bytes, pb.KnownSpace] = {}
     skip = 0
-    with connected(address, DEADLINE_MS) as connection:
+    with app.connected(address, DEADLINE_MS) as connection:
         while True:
-            reply = ask(connection, "Spaces", DEADLINE_MS, tenant=tenant, skip=skip)
+            reply = app.ask(connection, "Spaces", DEADLINE_MS, tenant=tenant, skip=skip)
             for one in reply.spaces:
                 found.setdefault(one.key_namespace, one)  # a session that opens moves the rest
             skip += len(reply.spaces)
@@ -215,32 +184,32 @@ def _model_as_dict(model: pb.Representation) -> dict[str, Any]:
 def open_session(connection: Connection, model: pb.Representation) -> Iterator[int]:
     """Open a session of *model*'s namespace; yield its id."""
     fields: dict[str, Any] = {"representation": model, "client": "kvstore"}
-    session_id = ask(connection, "OpenSession", DEADLINE_MS, **fields).session_id
+    session_id = app.ask(connection, "OpenSession", DEADLINE_MS, **fields).session_id
     try:
         yield session_id
     finally:
-        ask(connection, "CloseSession", DEADLINE_MS, session_id=session_id)
+        app.ask(connection, "CloseSession", DEADLINE_MS, session_id=session_id)
 
 
-def find(clients: Sequence[Client], name: str) -> tuple[Client, ChunkKey] | None:
-    """Return the chunk whose digest begins with *name*, or whose key does; None without one.
+def find(clients: Sequence[Client], digits: str) -> tuple[Client, ChunkKey] | None:
+    """Return the chunk whose digest begins with *digits*, or whose key does; None without one.
 
-    Raises InvalidRequestError when the name stands for several.
+    Raises InvalidRequestError when they stand for several.
     """
     from kvstore.proto.keys import chunk_key
-    from kvstore.proto.types import ChainDigest, ChunkKey
+    from kvstore.proto.types import ChainDigest
 
-    digits = check_digits("key", name)
+    begun = digits
     if len(digits) > DIGEST_DIGITS:
-        namespace, digits = digits[:DIGEST_DIGITS], digits[DIGEST_DIGITS:]
+        namespace, begun = digits[:DIGEST_DIGITS], digits[DIGEST_DIGITS:]
         clients = [client for client in clients if client.namespace.hex() == namespace]
     found = {
-        chunk_key(client.namespace, ChainDigest(one.digest)).hex(): client
+        chunk_key(client.namespace, ChainDigest(one.digest)): client
         for client in clients
-        for one in list_chunks(client, digits, 2)
+        for one in list_chunks(client, begun, 2)
     }
-    key = only_one("key", "", found)
-    return None if key is None else (found[key], ChunkKey(bytes.fromhex(key)))
+    only_one("key", digits, [key.hex() for key in found])
+    return next(((client, key) for key, client in found.items()), None)
 
 
 def list_chunks(client: Client, digits: str, limit: int, after: bytes = b"") -> list[ChunkStat]:
@@ -272,17 +241,17 @@ def namespace_as_dict(space: pb.KnownSpace) -> dict[str, Any]:
 # --- ls
 
 
-@command("ls", example="kvstore ls --limit 20", section="Look")
+@app.command("ls", example="kvstore ls --limit 20", section="Look")
 def ls(  # noqa: PLR0913 - each is an option
     address: str,
     prefix: Annotated[str, Argument(metavar="[PREFIX]", help="First digits of the digests.")] = "",
     namespace: Namespace = "",
     model: ModelFile = None,
     tenant: Tenant = "",
-    limit: Annotated[int, number("Chunks of a page.", 1, MAX_LISTED)] = 100,
+    limit: Annotated[int, app.number("Chunks of a page.", 1, MAX_LISTED)] = 100,
     after: Annotated[str, Option(metavar="HEX", help="Continue after this digest.")] = "",
     spaces: Annotated[bool, Option("--spaces", help="List the namespaces only.")] = False,
-    as_json: AsJson = False,
+    as_json: app.AsJson = False,
 ) -> None:
     """List chunks: their tiers, sizes, last use, hits and what holds them.
 
@@ -301,25 +270,20 @@ def ls(  # noqa: PLR0913 - each is an option
             )
             for one in found
         )  # fmt: skip
-        show({"address": address, "spaces": rows}, [Grid(headings, cells, wraps=3)], as_json)
+        app.show(
+            {"address": address, "spaces": rows}, [app.Grid(headings, cells, wraps=3)], as_json
+        )
         return
     begun = check_digits("prefix", prefix) if prefix else ""
     last = check_digits("after", after) if after else ""
     with Selection(address, namespace, model, tenant).clients() as clients:
         pages = list(_pages(clients, begun, last, limit))
-        data = [
-            {
-                "namespace": client.namespace.hex(),
-                "model": client.model.model_id,
-                "chunks": list(map(as_dict, chunks)),
-                "after": chunks[-1].digest.hex() if is_more else None,
-            }
-            for client, chunks, is_more in pages
-        ]
-        show({"address": address, "spaces": data}, _page_text(pages), as_json)
+        app.show({"address": address, "spaces": pages}, _page_text(pages), as_json)
 
 
-def _pages(clients: Sequence[Client], begun: str, last: str, limit: int) -> Iterator[Page]:
+def _pages(
+    clients: Sequence[Client], begun: str, last: str, limit: int
+) -> Iterator[dict[str, Any]]:
     if last and len(clients) != 1:
         raise InvalidRequestError("after", last, "name the --namespace of the page")
     if last and len(last) < DIGEST_DIGITS:
@@ -329,54 +293,58 @@ def _pages(clients: Sequence[Client], begun: str, last: str, limit: int) -> Iter
             raise InvalidRequestError("after", last, fix)
         last = found[0].digest.hex()
     for client in clients:
-        chunks = list_chunks(client, begun, limit + 1, bytes.fromhex(last))  # it may be gone by now
-        yield client, chunks[:limit], len(chunks) > limit
-        limit -= min(limit, len(chunks))
+        found = list_chunks(client, begun, limit + 1, bytes.fromhex(last))  # it may be gone by now
+        yield {
+            "namespace": client.namespace.hex(),
+            "model": client.model.model_id,
+            "chunks": list(map(app.as_dict, found[:limit])),
+            "after": found[limit - 1].digest.hex() if len(found) > limit else None,
+        }
+        limit -= min(limit, len(found))
         if not limit:
             return
 
 
-def _page_text(pages: Sequence[Page]) -> Iterator[str | Grid]:
-    shown = [page for page in pages if page[1]]
+def _page_text(pages: Sequence[dict[str, Any]]) -> Iterator[str | app.Grid]:
+    shown = [page for page in pages if page["chunks"]]
     if not shown:
         yield "no chunks"
-    for client, chunks, is_more in shown:
-        namespace = client.namespace.hex()
-        yield f"namespace {namespace}: {client.model.model_id}"
+    for page in shown:
+        yield f"namespace {page['namespace']}: {page['model']}"
         cells = (
             (
-                one.digest.hex(),
-                ",".join(copy.tier for copy in one.copies),
-                readable_size(sum(copy.size_bytes for copy in one.copies)),
-                "-" if one.idle_s is None else readable_time(one.idle_s),
-                one.hits,
+                one["digest"],
+                ",".join(copy["tier"] for copy in one["copies"]),
+                app.readable_size(sum(copy["size_bytes"] for copy in one["copies"])),
+                "-" if one["idle_s"] is None else app.readable_time(one["idle_s"]),
+                one["hits"],
                 _held_by(one),
             )
-            for one in chunks
+            for one in page["chunks"]
         )
-        yield Grid(("digest", "tiers", "size", "idle", "hits", "held by"), cells)
-        if is_more:
-            yield f"more: --namespace {namespace} --after {chunks[-1].digest.hex()}"
+        yield app.Grid(("digest", "tiers", "size", "idle", "hits", "held by"), cells)
+        if page["after"]:
+            yield f"more: --namespace {page['namespace']} --after {page['after']}"
 
 
-def _held_by(chunk: ChunkStat) -> str:
-    why = [f"{chunk.leases} leases"] if chunk.leases else []
-    if chunk.pinned:
-        why.append(f"pinned {readable_time(chunk.pinned_s)}")
+def _held_by(chunk: dict[str, Any]) -> str:
+    why = [f"{chunk['leases']} leases"] if chunk["leases"] else []
+    if chunk["pinned"]:
+        why.append(f"pinned {app.readable_time(chunk['pinned_s'])}")
     return ", ".join(why) or "-"
 
 
 # --- stat
 
 
-@command("stat", exits="0 1 2 3", example="kvstore stat 3fa95c --json", section="Look")
+@app.command("stat", exits="0 1 2 3", example="kvstore stat 3fa95c --json", section="Look")
 def stat(
     address: str,
     name: Key,
     namespace: Namespace = "",
     model: ModelFile = None,
     tenant: Tenant = "",
-    as_json: AsJson = False,
+    as_json: app.AsJson = False,
 ) -> None:
     """Show all that is known of a chunk, and verify its bytes.
 
@@ -385,21 +353,21 @@ def stat(
     from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.messages import as_message
 
-    check_digits("key", name)
+    digits = check_digits("key", name)
     with Selection(address, namespace, model, tenant).clients() as clients:
-        found = find(clients, name)
+        found = find(clients, digits)
         known = found[0].stat(keys=[found[1]], ranks=True) if found else []
         if not found or not known:
-            fail(f"{name}: no such chunk here", EXIT_NOT_HELD)
+            app.fail(f"{name}: no such chunk here", app.EXIT_NOT_HELD)
         client, key = found
         header, damage = _verified(client, key)
-        data = {"key": key.hex()} | as_dict(known[0])
+        data = {"key": key.hex()} | app.as_dict(known[0])
         data |= {"verified": header is not None, "damage": damage or None}
         if header is not None:
             data |= {"position": header.position, "prefill_flops": header.prefill_flops}
             data["content"] = header.content.hex()
         data["representation"] = _model_as_dict(as_message(pb.Representation, client.model))
-        show(data, _stat_text(data, known[0]), as_json, held=header is not None)
+        app.show(data, _stat_text(data), as_json, held=header is not None)
 
 
 def _verified(client: Client, key: ChunkKey) -> tuple[FrameHeader | None, str]:
@@ -413,42 +381,42 @@ def _verified(client: Client, key: ChunkKey) -> tuple[FrameHeader | None, str]:
     return (frame[0], "") if frame is not None else (None, "not read in time")
 
 
-def _stat_text(data: dict[str, Any], chunk: ChunkStat) -> Iterator[str | Grid]:
-    kind = data["representation"]
+def _stat_text(chunk: dict[str, Any]) -> Iterator[str | app.Grid]:
+    kind, parent, idle_s = chunk["representation"], chunk["parent"], chunk["idle_s"]
     rows = {
-        "key": data["key"],
-        "parent": chunk.parent.hex() if any(chunk.parent) else "none: it begins a prompt",
+        "key": chunk["key"],
+        "parent": parent if parent.strip("0") else "none: it begins a prompt",
         "model": f"{kind.get('model_id', '')}, revision {kind.get('model_revision', '')}",
         "adapter": kind.get("adapter_digest"),
         "quantization": kind.get("quantization"),
-        "tokens": f"{chunk.tokens}, after {chunk.context_tokens} that are stored",
-        "position": f"token {data.get('position', '?')} of its prompt",
-        "raw size": readable_size(chunk.raw_bytes),
-        "frame": data["damage"] or "verified",
-        "last use": "unknown" if chunk.idle_s is None else f"{readable_time(chunk.idle_s)} ago",
-        "hits": chunk.hits,
+        "tokens": f"{chunk['tokens']}, after {chunk['context_tokens']} that are stored",
+        "position": f"token {chunk.get('position', '?')} of its prompt",
+        "raw size": app.readable_size(chunk["raw_bytes"]),
+        "frame": chunk["damage"] or "verified",
+        "last use": "unknown" if idle_s is None else f"{app.readable_time(idle_s)} ago",
+        "hits": chunk["hits"],
         "held by": _held_by(chunk),
-        "time to live": readable_time(chunk.expires_s) if chunk.expires_s else "none",
-        "priority": chunk.priority,
+        "time to live": app.readable_time(chunk["expires_s"]) if chunk["expires_s"] else "none",
+        "priority": chunk["priority"],
     }
     yield from (f"{name + ':':<15}{value}" for name, value in rows.items())
     copies = (
         (
-            one.tier, one.codec, one.accuracy.name, readable_size(one.size_bytes),
-            f"{'at least ' if one.at_least else ''}{one.before} others", one.policy,
+            one["tier"], one["codec"], one["accuracy"], app.readable_size(one["size_bytes"]),
+            f"{'at least ' if one['at_least'] else ''}{one['before']} others", one["policy"],
         )
-        for one in chunk.copies
+        for one in chunk["copies"]
     )  # fmt: skip
-    yield Grid(("tier", "codec", "accuracy", "size", "evicted after", "policy"), copies)
+    yield app.Grid(("tier", "codec", "accuracy", "size", "evicted after", "policy"), copies)
     names = ("layers", "kind", "dtype", "kv_heads", "head_dim", "tokens")
-    parts = ([part[name] for name in names] for part in data["components"])
-    yield Grid(("layers", "kind", "dtype", "KV heads", "head dim", "tokens"), parts)
+    parts = ([part[name] for name in names] for part in chunk["components"])
+    yield app.Grid(("layers", "kind", "dtype", "KV heads", "head dim", "tokens"), parts)
 
 
 # --- pin and unpin
 
 
-@command("pin", exits="0 1 2 3", example="kvstore pin 3fa95c --for 2h", section="Change")
+@app.command("pin", exits="0 1 2 3", example="kvstore pin 3fa95c --for 2h", section="Change")
 def pin(  # noqa: PLR0913 - each is an option
     address: str,
     keys: Keys = None,
@@ -456,39 +424,40 @@ def pin(  # noqa: PLR0913 - each is an option
     namespace: Namespace = "",
     tenant: Tenant = "",
     duration: Annotated[str, Option("--for", metavar="TIME", help="30s, 2h; at most 24h.")] = "1h",
-    as_json: AsJson = False,
+    as_json: app.AsJson = False,
 ) -> None:
     """Keep chunks from eviction for a time; exits with 1 unless all are there.
 
     Pins are within the server's limit of them, and end with the server.
     """
-    ttl_s = parse_duration_ms(duration) / 1000
+    ttl_s = _parse_pin_s(duration)
     selection = Selection(address, namespace, tenant=tenant)
     _keep(selection, keys or [], prefix, lambda c, some: c.pin(keys=some, ttl=ttl_s), as_json)
 
 
-@command("unpin", exits="0 1 2 3", example="kvstore unpin --prefix 3fa9", section="Change")
+@app.command("unpin", exits="0 1 2 3", example="kvstore unpin --prefix 3fa9", section="Change")
 def unpin(
     address: str,
     keys: Keys = None,
     prefix: Prefix = "",
     namespace: Namespace = "",
     tenant: Tenant = "",
-    as_json: AsJson = False,
+    as_json: app.AsJson = False,
 ) -> None:
     """End the pins of chunks; exits with 1 unless all had one."""
     selection = Selection(address, namespace, tenant=tenant)
     _keep(selection, keys or [], prefix, lambda client, some: client.unpin(keys=some), as_json)
 
 
-def parse_duration_ms(text: str) -> int:
-    """Return the milliseconds of a text such as ``90s`` or ``2h``. Raises InvalidRequestError."""
-    matched = _DURATION.fullmatch(text)
-    if matched is None:
-        raise InvalidRequestError("for", text, "write it as 30s, 10min, 2h or 1d")
-    found = int(matched[1]) * _UNIT_MS[matched[2]]
-    if not 0 < found <= DAY_MS:
-        raise InvalidRequestError("for", text, "more than 0, at most 24h")
+def _parse_pin_s(text: str) -> int:
+    from kvstore.server.settings.rules import parse_ttl
+
+    try:
+        found = parse_ttl(text)
+    except ValueError:
+        found = 0
+    if not 0 < found <= MAX_PIN_S:
+        raise InvalidRequestError("for", text, "write it as 30s, 10min, 2h or 1d; at most 24h")
     return found
 
 
@@ -505,12 +474,11 @@ def _keep(
 
     if bool(names) == bool(prefix):
         raise InvalidRequestError("keys", len(names), "give keys, or --prefix")
-    for name in names:
-        check_digits("key", name)
+    named = [check_digits("key", name) for name in names]
     begun = check_digits("prefix", prefix) if prefix else ""
     count = done = 0
     with selection.clients() as clients:
-        found = filter(None, (find(clients, name) for name in names))
+        found = filter(None, (find(clients, digits) for digits in named))
         chosen = [(client, [key]) for client, key in found]
         for client in clients if prefix else ():
             chunks = list_chunks(client, begun, MAX_PREFIX_CHUNKS + 1)
@@ -524,23 +492,25 @@ def _keep(
             done += work(client, keys)
     count = max(count, len(names))
     text = f"{done} of {count} chunks"
-    show({"done": done, "named": count}, [text], as_json, held=done >= count > 0)
+    app.show({"done": done, "named": count}, [text], as_json, held=done >= count > 0)
 
 
 # --- clear
 
 
-@command("clear", exits="0 1 2 3", example="kvstore clear --tier disk --dry-run", section="Change")
+@app.command(
+    "clear", exits="0 1 2 3", example="kvstore clear --tier disk --dry-run", section="Change"
+)
 def clear(  # noqa: PLR0913 - each is an option
     address: str,
     namespace: Namespace = "",
     model: ModelFile = None,
     tenant: Annotated[str, Option(metavar="NAME", help="All chunks of a tenant.")] = "",
-    tier: Annotated[TierName | None, Option(help="Only the copies on this tier.")] = None,
+    tier: Annotated[app.TierName | None, Option(help="Only the copies on this tier.")] = None,
     everything: Annotated[bool, Option("--all", help="Chunks of all tenants (admins).")] = False,
-    yes: Yes = False,
+    yes: app.Yes = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Only count what would be deleted.")] = False,
-    as_json: AsJson = False,
+    as_json: app.AsJson = False,
 ) -> None:
     """Delete the chunks of a namespace, a tenant, a tier or all, but those in use or pinned.
 
@@ -563,9 +533,9 @@ def clear(  # noqa: PLR0913 - each is an option
     fields = {"tenant": EVERY_TENANT if everything else tenant, "tier": tier or ""}
     if not (yes or dry_run):
         would = _cleared_text(_run_clear(selection, fields, dry_run=True))
-        confirm(f"{would}: {scope}{f' on {tier}' if tier else ''}. Continue?")
+        app.confirm(f"{would}: {scope}{f' on {tier}' if tier else ''}. Continue?")
     data = _run_clear(selection, fields, dry_run=dry_run)
-    show(data, [_cleared_text(data)], as_json)
+    app.show(data, [_cleared_text(data)], as_json)
 
 
 def _run_clear(selection: Selection, scope: dict[str, str], *, dry_run: bool) -> dict[str, Any]:
@@ -574,12 +544,12 @@ def _run_clear(selection: Selection, scope: dict[str, str], *, dry_run: bool) ->
     fields: dict[str, Any] = {**scope, "dry_run": dry_run, "deadline_ms": DEADLINE_MS}
     with ExitStack() as stack:
         model = selection.only(selection.models()) if selection.is_narrow else None
-        connection = stack.enter_context(connected(selection.address, DEADLINE_MS))
+        connection = stack.enter_context(app.connected(selection.address, DEADLINE_MS))
         if model is not None:
             fields["session_id"] = stack.enter_context(open_session(connection, model))
-        report = stack.enter_context(progress("clearing"))
+        report = stack.enter_context(app.progress("clearing"))
         while True:
-            reply = ask(connection, "Clear", 2 * DEADLINE_MS, **fields)
+            reply = app.ask(connection, "Clear", 2 * DEADLINE_MS, **fields)
             deleted += reply.deleted
             deleted_bytes += reply.deleted_bytes
             report(deleted, deleted + reply.left)
@@ -592,4 +562,4 @@ def _run_clear(selection: Selection, scope: dict[str, str], *, dry_run: bool) ->
 def _cleared_text(data: dict[str, Any]) -> str:
     verb = "would delete" if data["dry_run"] else "deleted"
     skipped = f"; skipped {data['in_use']} (in use or pinned)" if data["in_use"] else ""
-    return f"{verb} {data['deleted']} chunks, {readable_size(data['deleted_bytes'])}{skipped}"
+    return f"{verb} {data['deleted']} chunks, {app.readable_size(data['deleted_bytes'])}{skipped}"

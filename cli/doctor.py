@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Literal
 
 import typer
 
-from kvstore.cli.app import AsJson, Grid, command, readable_size, show
+from kvstore.cli import app
 from kvstore.cli.chunks import fetch_namespaces
 from kvstore.cli.server import directory_line, fetch_status
 from kvstore.proto.errors import KVStoreError
@@ -74,14 +74,14 @@ def judged(is_bad: bool, check: str, saw: str, fix: str, state: State = "warn") 
     return Finding(check, state, saw, fix) if is_bad else Finding(check, "ok", saw)
 
 
-@command(
+@app.command(
     "doctor",
     exits="0 1 2 3",
     example="kvstore doctor --tiers cpu,disk",
     section="Look",
     as_server=True,
 )
-def doctor(address: str, context: typer.Context, as_json: AsJson = False) -> None:
+def doctor(address: str, context: typer.Context, as_json: app.AsJson = False) -> None:
     """Check this machine, and the server if it runs; takes kvstore-server's flags too.
 
     Give it the flags or the --config of that server. Exits with 1 when something fails.
@@ -93,8 +93,8 @@ def doctor(address: str, context: typer.Context, as_json: AsJson = False) -> Non
     found += check_server(address, config)
     rows = list(map(asdict, found))
     failed = any(one.state == "fail" for one in found)
-    table = Grid(("check", "state", "finding", "fix"), (row.values() for row in rows), wraps=2)
-    show({"checks": rows, "failed": failed}, [table], as_json, held=not failed)
+    table = app.Grid(("check", "state", "finding", "fix"), (row.values() for row in rows), wraps=2)
+    app.show({"checks": rows, "failed": failed}, [table], as_json, held=not failed)
 
 
 # --- the machine
@@ -209,7 +209,7 @@ def check_gpu(config: Settings) -> Iterator[Finding]:
 
 
 def _size(size_bytes: int) -> str:
-    return "unlimited" if size_bytes < 0 else readable_size(size_bytes)
+    return "unlimited" if size_bytes < 0 else app.readable_size(size_bytes)
 
 
 # --- certificates and secrets
@@ -266,16 +266,17 @@ def check_files(config: Settings) -> Iterator[Finding]:
 # --- Redis
 
 
-def check_redis(config: Settings) -> Iterator[Finding]:
-    """Whether Redis answers, how fast, what the user may do, and how its servers are."""
-    if not ("redis" in config.tiers or config.directory):
+def check_redis(config: Settings, wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
+    """Whether Redis answers, how fast, what the user may do, how its servers are, and its clock."""
+    from kvstore.tiers.redis_client import RedisClient
+
+    if config.redis_url is None or not ("redis" in config.tiers or config.directory):
         return
     try:
-        link = _redis(config)
+        access = config.redis_access(config.redis_url)
+        link = RedisClient("redis", access, config.redis_timeout_ms, 1)
     except (KVStoreError, OSError, ValueError) as error:
         yield Finding("redis", "fail", str(error), "correct --redis and what belongs to it")
-        return
-    if link is None:
         return
     with closing(link):
         name = f"{config.redis_prefix}{{doctor}}".encode()
@@ -293,14 +294,8 @@ def check_redis(config: Settings) -> Iterator[Finding]:
         yield judged(median_ms > MAX_REDIS_MS, "redis", f"{median_ms:.2f} ms an answer", fix)
         yield _rights(link, name, config)
         yield from _servers(link)
-
-
-def _redis(config: Settings) -> RedisClient | None:
-    from kvstore.tiers.redis_client import RedisClient
-
-    if config.redis_url is None:
-        return None
-    return RedisClient("redis", config.redis_access(config.redis_url), config.redis_timeout_ms, 1)
+        with suppress(KVStoreError):  # its user may not ask for the time
+            yield _clock(link, wall_clock)
 
 
 def _rights(link: RedisClient, name: bytes, config: Settings) -> Finding:
@@ -353,42 +348,23 @@ def _servers(link: RedisClient) -> Iterator[Finding]:
         yield Finding("redis servers", "ok", "all answer and have free memory")
 
 
-def check_clock(config: Settings, wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """How far this machine's clock is from that of the Redis that nodes share.
-
-    Nothing where Redis does not answer, which another check reports, or denies its user +time.
-    """
-    reply = None
-    with suppress(KVStoreError, OSError, ValueError):
-        link = _redis(config)
-        if link is None:
-            return
-        with closing(link):
-            before_s = wall_clock()
-            reply = link.run(b"time", [[b"TIME"]])[0]
-            after_s = wall_clock()
-    match reply:
-        case [bytes(seconds), bytes(micros)]:
-            skew_s = (before_s + after_s) / 2 - (int(seconds) + int(micros) / 1e6)
-        case _:
-            return
+def _clock(link: RedisClient, wall_clock: Callable[[], float]) -> Finding:
+    """How far this machine's clock is from that of the Redis that nodes share."""
+    before_s = wall_clock()
+    seconds, micros = map(int, link.run(b"time", [[b"TIME"]])[0])
+    after_s = wall_clock()
+    skew_s = (before_s + after_s) / 2 - (seconds + micros / 1e6)
     is_off = abs(skew_s) - (after_s - before_s) / 2 > MAX_SKEW_S
     fix = "have both machines follow NTP: tokens and certificates end by a clock"
     where = "ahead of" if skew_s > 0 else "behind"
     saw = f"{abs(skew_s):.1f} s {where} that of Redis"
-    yield judged(is_off, "clock", saw, fix)
+    return judged(is_off, "clock", saw, fix)
 
 
 CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
-    check_limits,
-    check_disk,
-    check_redis,
-    check_clock,
-    check_certificates,
-    check_files,
-    check_revocations,
+    check_limits, check_disk, check_redis, check_certificates, check_files, check_revocations,
     check_gpu,
-)
+)  # fmt: skip
 
 
 # --- the server

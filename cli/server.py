@@ -12,25 +12,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 from typer import Option
 
-from kvstore.cli.app import (
-    EXIT_NOT_HELD,
-    TIER_NAMES,
-    AsJson,
-    Grid,
-    as_dict,
-    ask,
-    call,
-    chosen,
-    command,
-    connected,
-    group,
-    open_console,
-    progress,
-    readable_size,
-    readable_time,
-    show,
-    size,
-)
+from kvstore.cli import app
 from kvstore.cli.chunks import Namespace, Selection
 from kvstore.proto.errors import PermissionDeniedError, printable
 
@@ -56,7 +38,7 @@ def fetch_status(address: str) -> ServerStatus:
     """Return the state of the server at *address*. Raises KVStoreErrors within three seconds."""
     from kvstore.client.server_state import status_from_message
 
-    return status_from_message(call(address, "Status"))
+    return status_from_message(app.call(address, "Status"))
 
 
 @dataclass(frozen=True, slots=True)
@@ -97,7 +79,7 @@ class Look:
     def as_dict(self) -> dict[str, Any]:
         """Return it for JSON; what is hidden is null."""
         names = ("lookups", "get_bytes", "put_bytes", "evicted_chunks")
-        found = {"address": self.address} | as_dict(self.now) | {"hit_ratio": self.hit_ratio}
+        found = {"address": self.address} | app.as_dict(self.now) | {"hit_ratio": self.hit_ratio}
         found |= {f"{name}_per_s": self.per_s(name) for name in names}
         del found["boot_id"]
         for tier in found["tiers"]:
@@ -109,14 +91,14 @@ class Look:
                 tier |= dict.fromkeys(("capacity_bytes", "used_bytes", "chunks"))
         return found
 
-    def text(self, everything: bool) -> Iterator[str | Grid]:
+    def text(self, everything: bool) -> Iterator[str | app.Grid]:
         """Yield one screen of it, or all of it."""
         now, is_shown = self.now, bool(self.now.counters)
         held = f", {now.sessions} sessions, {now.leases} leases" if is_shown else ""
-        age = readable_time(now.uptime_s)
+        age = app.readable_time(now.uptime_s)
         yield f"{self.address}: {now.state}, version {now.version}, up {age}{held}"
         if is_shown:
-            moved = [f"{n} {readable_size(self.per_s(f'{n}_bytes'))}/s" for n in ("get", "put")]
+            moved = [f"{n} {app.readable_size(self.per_s(f'{n}_bytes'))}/s" for n in ("get", "put")]
             since = f"last {self.seconds:.0f} s" if self._since else "since the start"
             lookups, evicted = (self.per_s(name) for name in ("lookups", "evicted_chunks"))
             yield f"hit ratio {_percent(self.hit_ratio)}, {lookups:.1f} lookups/s ({since})"
@@ -127,10 +109,10 @@ class Look:
         rows = []
         for tier in now.tiers:
             state = f"{tier.state}: {tier.reason}" if tier.reason else tier.state
-            sizes = (*map(readable_size, (tier.used_bytes, tier.capacity_bytes)), tier.chunks)
+            sizes = (*map(app.readable_size, (tier.used_bytes, tier.capacity_bytes)), tier.chunks)
             figures = sizes if is_shown else ("-",) * 3
             rows.append((tier.name, *figures, tier.codec, tier.policy or "-", state))
-        yield Grid(("tier", "used", "of", "chunks", "codec", "policy", "state"), rows)
+        yield app.Grid(("tier", "used", "of", "chunks", "codec", "policy", "state"), rows)
         if now.directory is not None:
             yield directory_line(now.directory)
         if not is_shown:
@@ -139,7 +121,7 @@ class Look:
             yield from _details(now)
 
 
-@command("status", example="kvstore status --json", section="Look", where=True)
+@app.command("status", example="kvstore status --json", section="Look", where=True)
 def status(
     address: str,
     everything: Annotated[bool, Option("--all", help="Every counter, quota, curve, gate.")] = False,
@@ -147,14 +129,14 @@ def status(
     every_s: Annotated[
         float, Option("--every", min=0.1, metavar="S", help="Refresh interval.")
     ] = 2,
-    as_json: AsJson = False,
+    as_json: app.AsJson = False,
 ) -> None:
     """Show a server's hit ratio, faults and tiers on one screen."""
     if watch:
         watch_status(address, every_s, everything, as_json)
     else:
         look = Look(address, fetch_status(address))
-        show(look.as_dict(), look.text(everything), as_json)
+        app.show(look.as_dict(), look.text(everything), as_json)
 
 
 def watch_status(
@@ -169,7 +151,7 @@ def watch_status(
     from rich.live import Live
     from rich.text import Text
 
-    console, before = open_console(), None
+    console, before = app.open_console(), None
     with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         while True:
             look = Look(address, fetch_status(address), before)
@@ -187,8 +169,8 @@ def watch_status(
             sleep(every_s)
 
 
-def _details(reply: ServerStatus) -> Iterator[str | Grid]:
-    from kvstore.cli.calibrate import gate_line
+def _details(reply: ServerStatus) -> Iterator[str | app.Grid]:
+    from kvstore.cli.calibrate import gate_as_dict, gate_line
 
     scales = sorted({point.scale for tier in reply.tiers for point in tier.what_if})
     curves, parts = [], []
@@ -198,16 +180,16 @@ def _details(reply: ServerStatus) -> Iterator[str | Grid]:
             curves.append((tier.name, *(_percent(ratios.get(scale)) for scale in scales)))
         for one in tier.partitions:
             limits = (
-                readable_size(n) if n else "-" for n in (one.quota_bytes, one.guaranteed_bytes)
+                app.readable_size(n) if n else "-" for n in (one.quota_bytes, one.guaranteed_bytes)
             )
-            parts.append((tier.name, one.name, readable_size(one.used_bytes), *limits))
+            parts.append((tier.name, one.name, app.readable_size(one.used_bytes), *limits))
     yield f"{reply.ghosts} evicted chunks are remembered"
     if curves:
-        yield Grid(("tier", *(f"hits at {scale:g}x" for scale in scales)), curves)
+        yield app.Grid(("tier", *(f"hits at {scale:g}x" for scale in scales)), curves)
     if parts:
-        yield Grid(("tier", "partition", "used", "quota", "guaranteed"), parts)
-    yield Grid(("counter", "since the start"), sorted(reply.counters.items()))
-    yield from map(gate_line, reply.gates)
+        yield app.Grid(("tier", "partition", "used", "quota", "guaranteed"), parts)
+    yield app.Grid(("counter", "since the start"), sorted(reply.counters.items()))
+    yield from map(gate_line, map(gate_as_dict, reply.gates))
 
 
 def directory_line(directory: DirectoryStatus) -> str:
@@ -224,44 +206,44 @@ def _percent(ratio: float | None) -> str:
     return "-" if ratio is None else f"{ratio:.1%}"
 
 
-@command("ping", exits="0 1 2 3", example="kvstore ping", section="Look", where=True)
-def ping(address: str, as_json: AsJson = False) -> None:
+@app.command("ping", exits="0 1 2 3", example="kvstore ping", section="Look", where=True)
+def ping(address: str, as_json: app.AsJson = False) -> None:
     """Ask a server whether it serves; exits with 1 when it drains or a tier is degraded."""
-    with connected(address) as connection:
-        ask(connection, "Status")  # connects
+    with app.connected(address) as connection:
+        app.ask(connection, "Status")  # connects
         began = time.perf_counter()
-        reply = ask(connection, "Status")
+        reply = app.ask(connection, "Status")
         took_ms = 1e3 * (time.perf_counter() - began)
     degraded = [tier.name for tier in reply.tiers if tier.state != "serving"]
     data = {"address": address, "state": reply.state, "degraded": degraded, "ms": took_ms}
     tiers = f", degraded: {', '.join(degraded)}" if degraded else ""
     text = f"{address}: {reply.state}{tiers}, {took_ms:.2f} ms"
-    show(data, [text], as_json, held=not degraded and reply.state == "serving")
+    app.show(data, [text], as_json, held=not degraded and reply.state == "serving")
 
 
-@command("sessions", example="kvstore sessions", section="Look", where=True)
-def sessions(address: str, as_json: AsJson = False) -> None:
+@app.command("sessions", example="kvstore sessions", section="Look", where=True)
+def sessions(address: str, as_json: app.AsJson = False) -> None:
     """List the sessions of a server: who is connected, for which model; for admins."""
-    reply = call(address, "Status", with_sessions=True)
+    reply = app.call(address, "Status", with_sessions=True)
     if not reply.counters:
         raise PermissionDeniedError(f"{address}: {HIDDEN}")
     rows, cells = [], []
     for one in reply.session_list:
-        row = as_dict(one)
+        row = app.as_dict(one)
         rows.append(row | {"namespace": row.pop("key_namespace"), "model": row.pop("model_id")})
         model = "another server" if one.is_peer else one.model_id
-        ages = map(readable_time, (one.open_s, one.idle_s))
+        ages = map(app.readable_time, (one.open_s, one.idle_s))
         space = one.key_namespace.hex()
         cells.append((one.client or "-", one.tenant, one.owner, *ages, one.leases, space, model))
     headings = ("client", "tenant", "owner", "open", "idle", "leases", "namespace", "model")
-    text = Grid(headings, cells) if cells else "no sessions"
-    show({"address": address, "sessions": rows}, [text], as_json)
+    text = app.Grid(headings, cells) if cells else "no sessions"
+    app.show({"address": address, "sessions": rows}, [text], as_json)
 
 
 # --- events
 
 
-@command("events", example="kvstore events --follow", section="Look")
+@app.command("events", example="kvstore events --follow", section="Look")
 def events(
     address: str,
     follow: Annotated[bool, Option("--follow", help="Print changes from now on.")] = False,
@@ -286,7 +268,7 @@ def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, An
             client = stack.enter_context(selection.client(selection.only(selection.models())))
             pages: Iterable[EventPage] = stack.enter_context(client.events())
         else:
-            pages = _pages_of_all(stack.enter_context(connected(address)))
+            pages = _pages_of_all(stack.enter_context(app.connected(address)))
         is_past = True  # what is there already comes first
         for page in pages:
             if page.cleared and not is_past:
@@ -317,7 +299,7 @@ def _pages_of_all(connection: Connection) -> Iterator[EventPage]:
 # --- scrub and drain
 
 
-@command(
+@app.command(
     "scrub",
     exits="0 1 2 3",
     example="kvstore scrub --tiers disk --rate 100MiB",
@@ -326,27 +308,27 @@ def _pages_of_all(connection: Connection) -> Iterator[EventPage]:
 )
 def scrub(
     address: str,
-    tiers: Annotated[str, chosen("Tiers to verify, or the server's", TIER_NAMES)] = "",
-    rate: Annotated[int, size("Bytes a second at most; 0: no limit.")] = 0,
-    as_json: AsJson = False,
+    tiers: Annotated[str, app.chosen("Tiers to verify, or the server's", app.TIER_NAMES)] = "",
+    rate: Annotated[int, app.size("Bytes a second at most; 0: no limit.")] = 0,
+    as_json: app.AsJson = False,
 ) -> None:
     """Verify what a server's tiers hold, once; exits with 1 when it found damage."""
     names = [name.strip() for name in tiers.split(",") if name.strip()]
-    with connected(address) as connection, progress("scrubbing") as report:
-        reply = ask(connection, "Scrub", begin=True, tiers=names, bytes_per_s=rate)
+    with app.connected(address) as connection, app.progress("scrubbing") as report:
+        reply = app.ask(connection, "Scrub", begin=True, tiers=names, bytes_per_s=rate)
         while reply.running:
             report(reply.checked_chunks, reply.total_chunks)
             time.sleep(SCRUB_POLL_S)
-            reply = ask(connection, "Scrub")
+            reply = app.ask(connection, "Scrub")
     text = (
         f"{reply.checked_chunks} of {reply.total_chunks} chunks, "
         f"{reply.checked_bytes / 2**20:.1f} MiB: {reply.damaged_chunks} damaged, "
         f"{reply.unread_chunks} not read"
     )
-    show(as_dict(reply), [text], as_json, held=not reply.damaged_chunks)
+    app.show(app.as_dict(reply), [text], as_json, held=not reply.damaged_chunks)
 
 
-@command("drain", exits="0 1 2 3", example="kvstore drain --within 20", section="Change")
+@app.command("drain", exits="0 1 2 3", example="kvstore drain --within 20", section="Change")
 def drain(
     address: str,
     deadline_s: Annotated[
@@ -356,18 +338,18 @@ def drain(
 ) -> None:
     """Stop accepting new work and save what only memory has; exits with 1 if not all was saved."""
     deadline_ms = max(1, round(deadline_s * 1000))
-    if not call(address, "Drain", deadline_ms, deadline_ms=deadline_ms).clean:
+    if not app.call(address, "Drain", deadline_ms, deadline_ms=deadline_ms).clean:
         print("drained, but not all is saved: kvstore status says what the tiers hold")
-        raise typer.Exit(EXIT_NOT_HELD)
+        raise typer.Exit(app.EXIT_NOT_HELD)
     print("drained: everything that was in memory is on disk")
 
 
 # --- config
 
-group("config", "Administer", "Check and print the settings of kvstore-server.")
+app.group("config", "Administer", "Check and print the settings of kvstore-server.")
 
 
-@command("config show", exits="0 2", example="kvstore config show --cpu 8GiB", as_server=True)
+@app.command("config show", exits="0 2", example="kvstore config show --cpu 8GiB", as_server=True)
 def config_show(context: typer.Context) -> None:
     """Print each setting as YAML with where it came from. Takes kvstore-server's flags."""
     from kvstore.server.settings.loading import load, show
@@ -376,7 +358,7 @@ def config_show(context: typer.Context) -> None:
     print(show(*load(Settings, context.args)), end="")
 
 
-@command(
+@app.command(
     "config validate",
     exits="0 2",
     example="kvstore config validate --config kvstore.yaml",
@@ -390,7 +372,7 @@ def config_validate(context: typer.Context) -> None:
     print("ok")
 
 
-@command("config schema", exits="0 2", example="kvstore config schema")
+@app.command("config schema", exits="0 2", example="kvstore config schema")
 def config_schema() -> None:
     """Print the JSON schema of the YAML file, for editors and for what generates such files."""
     from kvstore.server.settings.loading import SHORT_NAMES, settings_schema

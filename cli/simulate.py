@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import count, repeat
+from itertools import count, islice
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -297,26 +297,23 @@ def _cut(lines: TraceLines, size: int) -> Iterator[tuple[int, list[_Block]]]:
 
 # --- replay
 
-DEFAULT_KV_BYTES_PER_TOKEN = 131_072
-"""Llama-3.1-8B in bfloat16: 32 layers of 8 heads of 128, keys and values."""
-MIN_ROWS = 1 << 18
-"""Blocks that are remembered, here or evicted, whatever the size of the cache."""
-_FORGOTTEN_SHARE = 8
-
+GHOSTS = 1 << 18
+"""Evicted blocks that are remembered: a server's ``ghost_limit``, where none is set."""
 _LINEAR_FLOPS, _SQUARE_FLOPS = 1.6e10, 262_144.0
-"""Prefill of that model: 1.6e10 L + 262,144 L^2 for a prompt of L tokens."""
+"""Prefill of Llama-3.1-8B: 1.6e10 L + 262,144 L^2 for a prompt of L tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
     """What a trace is replayed on. *capacity* is ``10GiB`` or a share of the footprint, ``5%``.
 
-    With *from_half* hits count from the middle of the trace on. Raises InvalidRequestError.
+    The model is Llama-3.1-8B in bfloat16 where *kv_bytes_per_token* does not say otherwise. With
+    *from_half* hits count from the middle of the trace on. Raises InvalidRequestError.
     """
 
     policy: str
     capacity: str
-    kv_bytes_per_token: int = DEFAULT_KV_BYTES_PER_TOKEN
+    kv_bytes_per_token: int = 131_072
     from_half: bool = False
 
     def __post_init__(self) -> None:
@@ -368,9 +365,8 @@ def replay_blocks(
     if policy is None:
         history = AccessHistory(trace.block_tokens)
         policy = make_policy(terms.policy, history), history
-    replay = BlockReplay(*policy, capacity_bytes)
-    times, starts = trace.times_s.tolist(), trace.starts.tolist()
-    rows = trace.rows.tolist()
+    replay = BlockReplay(*policy, capacity_bytes // block_bytes, block_bytes)
+    times, starts, rows = trace.times_s.tolist(), trace.starts.tolist(), trace.rows.tolist()
     is_full = (trace.tokens == trace.block_tokens).tolist()
     hits = [0] * trace.requests
     longest = int(np.diff(trace.starts).max(initial=0))
@@ -380,7 +376,7 @@ def replay_blocks(
         chain = rows[start:end]
         if chain:
             facts = InsertInfo(tokens_full=is_full[chain[-1]], prompt_chunks=len(chain))
-            hits[at] = replay.request(chain, block_bytes, now_s, facts, flops[: len(chain)])
+            hits[at] = replay.request(chain, now_s, facts, flops[: len(chain)])
     spent_s = time.perf_counter() - started
     first = trace.requests // 2 if terms.from_half else 0
     hit_blocks = np.minimum(np.array(hits, np.int64), trace.known)[first:]
@@ -402,156 +398,97 @@ def _prefill_flops(tokens: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[n
 
 
 class BlockReplay:
-    """One tier as a policy sees it, and requests that are chains of blocks.
+    """One tier of *places* blocks as a policy sees it, and requests that are chains of blocks.
 
-    A hit is the longest prefix of a request that is here before it. Then its blocks that are
-    here are touched, and the others inserted, the first of them first, evicting as needed but
-    none of its own; if nothing may go, or a block is larger than the tier, the rest is not
-    admitted. What is evicted is remembered by the AccessHistory: at most *min_rows* blocks, or
-    twice as many as were here at once; those requested longest ago are forgotten first. The same
-    requests give the same hits.
+    A hit is the longest prefix of a request that is here before it. Then that is touched, and the
+    rest inserted, its first block first, evicting as needed but none of the request's own; if
+    nothing may go, what is left is not admitted. The same requests give the same hits.
     """
 
     def __init__(
         self,
         policy: EvictionPolicy,
         history: AccessHistory,
-        capacity_bytes: int,
-        *,
-        min_rows: int = MIN_ROWS,
+        places: int,
+        block_bytes: int = 1,
+        ghosts: int = GHOSTS,
     ) -> None:
-        """A tier that is empty. Raises InvalidRequestError."""
-        if capacity_bytes < 0:
-            raise InvalidRequestError("capacity_bytes", capacity_bytes, "0 or more")
         self._policy = policy
         self._history = history
-        self._capacity_bytes = capacity_bytes
-        self._rows: dict[int, int] = {}
-        self._ids: list[int] = [NO_ROW]
-        """The block of each row."""
-        self._sizes = array("Q", [0])
-        """The bytes of the blocks that are here, by row."""
-        self._free: list[int] = []
-        self._row_limit = min_rows
-        self.used_bytes = 0
+        self._places = places
+        self._block_bytes = block_bytes
+        self._ghost_limit = ghosts
+        self._here = bytearray(1)
+        """Which blocks are here, by row."""
+        self._ghosts: dict[int, None] = {}
+        """The evicted blocks that are remembered, the first of them first."""
+        self.used = 0
         self.blocks = 0
         self.hit_blocks = 0
         self.evictions = 0
 
     def request(
         self,
-        blocks: Sequence[int],
-        block_bytes: int,
+        chain: Sequence[int],
         now_s: float,
         facts: InsertInfo = NO_INFO,
         flops: NDArray[np.float64] | None = None,
     ) -> int:
         """Look up and store a prompt; return how many of its first blocks were here.
 
-        *blocks* are identities, the first of the prompt first, all of *block_bytes*; *flops* what
-        the prefill of each costs. Raises InvalidRequestError.
+        *chain* are the rows of its blocks, 1 or more, the first of the prompt first; a row has the
+        same one before it in all prompts. *flops* is what the prefill of each costs.
         """
-        if block_bytes < 1:
-            raise InvalidRequestError("block_bytes", block_bytes, "at least 1")
-        self.blocks += len(blocks)
-        if not len(blocks):
+        if not chain:
             return 0
-        history = self._history
-        names = list(map(self._rows.get, blocks, repeat(NO_ROW)))
-        known = names.index(NO_ROW) if NO_ROW in names else len(names)
-        if known < len(names):
-            self._name(blocks, names)
-        rows = np.array(names, np.intp)
-        history.requested(rows[:known], len(names), now_s)
+        history, last = self._history, max(chain)
+        if last >= len(self._here):
+            self._here += bytes(1 + last - len(self._here) + spare_rows(last))
+        rows = np.array(chain, np.intp)
+        is_known = history.hits.take(rows, mode="clip") > 0  # its last place is always empty
+        known = len(chain) if is_known.all() else int(is_known.argmin())
+        history.requested(rows[:known], len(chain), now_s)
         if facts.reuse:
             history.hint(rows[:known], facts.reuse)
-        history.seen_chain(rows[known:], names[known - 1] if known else NO_ROW, facts, now_s)
+        history.seen_chain(rows[known:], chain[known - 1] if known else NO_ROW, facts, now_s)
         if flops is not None:
-            history.reach(len(self._ids))
+            history.reach(last)
             history.flops[rows] = flops
-        hit = self._store(names, rows, block_bytes, now_s)
+        hit = self._store(chain, rows, now_s)
+        self.blocks += len(chain)
         self.hit_blocks += hit
         return hit
 
-    def _name(self, blocks: Sequence[int], names: list[int]) -> None:
-        """Give rows to those *blocks* of a prompt that have none, and fill in their *names*."""
-        rows, ids, free = self._rows, self._ids, self._free
-        if len(rows) + len(blocks) > self._row_limit:
-            self._forget(set(names))
-        for at, block in enumerate(blocks):
-            row = rows.get(block, NO_ROW)
-            if not row and free:
-                row = rows[block] = free.pop()
-                ids[row] = block
-            elif not row:
-                row = rows[block] = len(ids)
-                ids.append(block)
-            names[at] = row
-        missing = len(ids) - len(self._sizes)
-        if missing > 0:
-            self._sizes.frombytes(bytes(8 * (missing + spare_rows(len(ids)))))
-
-    def _forget(self, kept: set[int]) -> None:
-        """Forget an eighth of what is not here, but for those of *kept*."""
-        count = len(self._ids)
-        here = np.frombuffer(self._sizes, np.uint64)[:count] > 0
-        self._row_limit = max(self._row_limit, 2 * int(here.sum()))
-        if len(self._rows) < self._row_limit:
-            return
-        here[[NO_ROW, *kept, *self._free]] = True
-        gone = np.flatnonzero(~here)
-        self._history.reach(count)
-        last_s = self._history.last_s[gone]
-        oldest = gone[np.argsort(last_s, kind="stable")[: len(gone) // _FORGOTTEN_SHARE + 1]]
-        self._history.forget_all(oldest)
-        for row in oldest.tolist():
-            del self._rows[self._ids[row]]
-            self._free.append(row)
-
-    def _store(self, names: list[int], rows: Rows, block_bytes: int, now_s: float) -> int:
+    def _store(self, chain: Sequence[int], rows: Rows, now_s: float) -> int:
         """Touch and insert the blocks of a prompt; return how many of the first were here."""
-        policy, sizes = self._policy, self._sizes
-        held = list(map(sizes.__getitem__, names))
-        hit = held.index(0) if 0 in held else len(held)
-        has_gaps = any(held[hit:])
-        policy.touch(rows[np.array(held) > 0] if has_gaps else rows[:hit], now_s)
-        if hit == len(names) or block_bytes > self._capacity_bytes:
-            return hit
-        missing = list(dict.fromkeys(row for row in names[hit:] if not sizes[row]))
-        need_bytes = self.used_bytes + len(missing) * block_bytes - self._capacity_bytes
-        if need_bytes > 0:
-            self._evict(need_bytes, set(names), now_s)
-            del missing[(self._capacity_bytes - self.used_bytes) // block_bytes :]
-        for row in missing:
-            sizes[row] = block_bytes
-        self.used_bytes += len(missing) * block_bytes
-        if not has_gaps:
-            parent = names[hit - 1] if hit else NO_ROW
-            fresh = rows[hit:] if len(missing) == len(names) - hit else np.array(missing, np.intp)
-            policy.insert_chain(fresh, parent, block_bytes, now_s)
-            return hit
-        left = set(missing)
-        for row, parent in zip(names, [NO_ROW, *names], strict=False):
-            if row in left:
-                policy.insert(row, parent, block_bytes, now_s)
-                left.discard(row)
+        policy, here = self._policy, self._here
+        held = list(map(here.__getitem__, chain))
+        hit = held.index(0) if 0 in held else len(held)  # a policy evicts the end of a chain first
+        policy.touch(rows[:hit], now_s)
+        lacking = self.used + len(chain) - hit - self._places
+        if lacking > 0:
+            self._evict(lacking, set(chain), now_s)
+        end = min(len(chain), hit + self._places - self.used)
+        if hit < end:
+            for row in chain[hit:end]:
+                here[row] = 1
+                self._ghosts.pop(row, None)
+            self.used += end - hit
+            parent = chain[hit - 1] if hit else NO_ROW
+            policy.insert_chain(rows[hit:end], parent, self._block_bytes, now_s)
         return hit
 
-    def _evict(self, need_bytes: int, kept: set[int], now_s: float) -> None:
-        """Evict until *need_bytes* are free or none but those of *kept* are left."""
-        sizes, freed_bytes = self._sizes, 0
-        victims = []
-        for row in self._policy.victims(kept.__contains__, now_s):
-            victims.append(row)
-            freed_bytes += sizes[row]
-            if freed_bytes >= need_bytes:
-                break
+    def _evict(self, lacking: int, kept: set[int], now_s: float) -> None:
+        """Evict until so many places are free, or none but those of *kept* are left."""
+        victims = list(islice(self._policy.victims(kept.__contains__, now_s), lacking))
         for row in reversed(victims):  # a block before what it continues: no such leaf is queued
-            sizes[row] = 0
+            self._here[row] = 0
             self._policy.remove(row)
-        self.used_bytes -= freed_bytes
+        self._ghosts.update(dict.fromkeys(victims))
+        self.used -= len(victims)
         self.evictions += len(victims)
-
-    def __len__(self) -> int:
-        """Blocks remembered, here or not."""
-        return len(self._rows)
+        if len(self._ghosts) > self._ghost_limit:
+            oldest = list(islice(self._ghosts, self._ghost_limit // 8 + 1))
+            for row in oldest:
+                del self._ghosts[row]
+            self._history.forget_all(np.array(oldest, np.intp))

@@ -11,19 +11,7 @@ from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
-from kvstore.cli.app import (
-    AsJson,
-    Grid,
-    ask,
-    command,
-    completes,
-    connected,
-    followed,
-    group,
-    number,
-    show,
-    size,
-)
+from kvstore.cli import app
 from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
@@ -36,20 +24,20 @@ POLL_S = 0.25
 DEADLINE_MS = 20_000
 _BATCH_CHUNKS = 64
 
-group("trace", "Measure", "Record anonymised access traces of a server, and replay them.")
+app.group("trace", "Measure", "Record anonymised access traces of a server, and replay them.")
 
 
 # --- recording
 
 
-@command("trace record", example="kvstore trace record trace.jsonl --seconds 60")
+@app.command("trace record", example="kvstore trace record trace.jsonl --seconds 60")
 def trace_record(
     address: str,
     out: Annotated[Path, Argument(help="File to write, which must not exist.")],
     seconds: Annotated[
         float, Option(min=0.001, max=MAX_RECORDING_S, metavar="S", help="Seconds to record.")
     ] = 60.0,
-    block_tokens: Annotated[int, number("Tokens of a chunk of that server.", 1, 1 << 20)] = 256,
+    block_tokens: Annotated[int, app.number("Tokens of a chunk of that server.", 1, 1 << 20)] = 256,
 ) -> None:
     """Record a server's lookups from now on: times, lengths, and numbers in place of chunks.
 
@@ -76,8 +64,8 @@ def record(
 
     if out.exists():
         raise FileExistsError(EEXIST, "it is there already: name another file", str(out))
-    with connected(address) as connection:
-        page = ask(connection, "Trace")
+    with app.connected(address) as connection:
+        page = app.ask(connection, "Trace")
         with out.open("xb") as file:
             writer = TraceWriter(file, block_tokens)
             until = clock() + duration_s
@@ -88,7 +76,7 @@ def record(
                 if not is_last:
                     sleep(min(POLL_S, left_s))
                 while True:
-                    page = ask(connection, "Trace", recording=page.recording, after=page.last)
+                    page = app.ask(connection, "Trace", recording=page.recording, after=page.last)
                     writer.lost += page.lost
                     if not page.records:
                         break
@@ -112,12 +100,12 @@ class Replayed:
     spent_s: float = 0.0
 
 
-@command("trace replay", example="kvstore trace replay trace.jsonl")
+@app.command("trace replay", example="kvstore trace replay trace.jsonl")
 def trace_replay(
     address: str,
     trace: Annotated[Path, Argument(help="JSONL, as simulate reads.")],
-    chunk_bytes: Annotated[int, size("Size of each chunk.")] = 64 << 10,
-    as_json: AsJson = False,
+    chunk_bytes: Annotated[int, app.size("Size of each chunk.")] = 64 << 10,
+    as_json: app.AsJson = False,
 ) -> None:
     """Play a trace against a server, with chunks of synthetic bytes, and print what it had."""
     done = replay_trace(address, trace, chunk_bytes)
@@ -126,7 +114,7 @@ def trace_replay(
         f"{done.requests} requests in {done.spent_s:.1f} s: {done.hit_blocks} of {done.blocks}"
         f" blocks hit ({rate:.2%}), {done.stored} stored, {done.refused} refused"
     )
-    show(asdict(done) | {"block_hit_rate": rate}, [text], as_json)
+    app.show(asdict(done) | {"block_hit_rate": rate}, [text], as_json)
 
 
 def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
@@ -168,10 +156,10 @@ def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
 def _complete_policies(incomplete: str) -> list[str]:
     from kvstore.proto.types import POLICIES
 
-    return completes("all", *POLICIES)(incomplete)
+    return app.completes("all", *POLICIES)(incomplete)
 
 
-@command(
+@app.command(
     "simulate",
     exits="0 2",
     example="kvstore simulate trace.jsonl --policy all --capacity 5%,10%",
@@ -185,12 +173,14 @@ def simulate(  # noqa: PLR0913 - each is an option
     capacity: Annotated[
         str, Option("--capacity", "--size", metavar="C[,C]", help="10GiB, or 5% of the trace.")
     ] = "5%",
-    kv_bytes_per_token: Annotated[int, number("KV bytes a token of the model.", 1)] = 131_072,
-    block_tokens: Annotated[int, number("Tokens of a block, where the trace has none.", 1)] = 256,
+    kv_bytes_per_token: Annotated[int, app.number("KV bytes a token of the model.", 1)] = 131_072,
+    block_tokens: Annotated[
+        int, app.number("Tokens of a block, where the trace has none.", 1)
+    ] = 256,
     count_from: Annotated[
         Literal["start", "half"], Option("--from", help="Where hits begin to count.")
     ] = "start",
-    as_json: AsJson = False,
+    as_json: app.AsJson = False,
 ) -> None:
     """Replay a trace on policies and capacities, and print what each would have hit."""
     from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
@@ -201,7 +191,7 @@ def simulate(  # noqa: PLR0913 - each is an option
         for name in _names_of(policy)
     ]
     blocks = make_blocks(read_trace(trace), block_tokens)
-    outcomes = [replay_blocks(blocks, one) for one in followed(terms, "replaying")]
+    outcomes = [replay_blocks(blocks, one) for one in app.followed(terms, "replaying")]
     headings = (
         "policy", "GiB", "tokens hit", "blocks hit", "PFLOPs saved", "evictions", "requests/s",
     )  # fmt: skip
@@ -214,7 +204,7 @@ def simulate(  # noqa: PLR0913 - each is an option
         for one in outcomes
     )  # fmt: skip
     rows = list(map(asdict, outcomes))
-    show(rows[0] if len(rows) == 1 else rows, [Grid(headings, cells)], as_json)
+    app.show(rows[0] if len(rows) == 1 else rows, [app.Grid(headings, cells)], as_json)
 
 
 def _names_of(policies: str) -> list[str]:

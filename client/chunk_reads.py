@@ -7,7 +7,6 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from dataclasses import replace
-from functools import partial
 from itertools import islice
 from typing import Any, NamedTuple
 
@@ -22,6 +21,7 @@ from kvstore.client.decode import (
     Room,
     TooLossyError,
     Wanted,
+    check_header,
     fresh,
     given,
 )
@@ -72,38 +72,36 @@ class ChunkRequest(NamedTuple):
 
 def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
     """Read the longest prefix of what is requested, verified."""
+
+    def work(transport: Transport, left_ms: LeftMs) -> list[Decoded]:
+        session, keys, leases = transport.session, request.keys, request.leases
+        limit, digests = session.terms.max_batch_chunks, packed(keys, session.terms.namespace)
+        found: list[Decoded] = []
+        for first in range(0, max(1, len(keys)), limit):
+            some, lease_id = keys[first : first + limit], leases[first // limit] if leases else 0
+            wanted = Wanted(session, some, request.room, request.accuracy, first, request.shard)
+            some_digests = digests[DIGEST_BYTES * first : DIGEST_BYTES * (first + limit)]
+            try:
+                plan = ReadPlan(
+                    some_digests, lease_id, left_ms(), request.accuracy, direct=wanted.direct
+                )
+                with transport.read(plan) as arriving:
+                    part, broken = link.reader.read(wanted, arriving)
+            except (DeadlineError, TierUnavailableError):
+                if not found:
+                    raise
+                break
+            if broken is not None:
+                link.quarantine(transport, broken, left_ms)
+            found += part
+            if len(part) < len(some):
+                break
+        return found
+
     if request.leases:  # which are lost with their session
         left_ms = Until(request.deadline_ms).left_ms
-        return _read(link, request, link.connected(left_ms), left_ms)
-    return link.run(partial(_read, link, request), request.deadline_ms)
-
-
-def _read(
-    link: ServerLink, request: ChunkRequest, transport: Transport, left_ms: LeftMs
-) -> list[Decoded]:
-    session, keys, leases = transport.session, request.keys, request.leases
-    limit, digests = session.terms.max_batch_chunks, packed(keys, session.terms.namespace)
-    found: list[Decoded] = []
-    for first in range(0, max(1, len(keys)), limit):
-        some, lease_id = keys[first : first + limit], leases[first // limit] if leases else 0
-        wanted = Wanted(session, some, request.room, request.accuracy, first, request.shard)
-        some_digests = digests[DIGEST_BYTES * first : DIGEST_BYTES * (first + limit)]
-        try:
-            plan = ReadPlan(
-                some_digests, lease_id, left_ms(), request.accuracy, direct=wanted.direct
-            )
-            with transport.read(plan) as arriving:
-                part, broken = link.reader.read(wanted, arriving)
-        except (DeadlineError, TierUnavailableError):
-            if not found:
-                raise
-            break
-        if broken is not None:
-            link.quarantine(transport, broken, left_ms)
-        found += part
-        if len(part) < len(some):
-            break
-    return found
+        return work(link.connected(left_ms), left_ms)
+    return link.run(work, request.deadline_ms)
 
 
 def room_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Room | None) -> Room:
@@ -221,7 +219,7 @@ def read_frame(
             return None
         data = np.asarray(found[0].data)
         try:
-            header = Wanted(session, [key], accuracy=accuracy).header(0, data, len(data))
+            header = check_header(session, key, data, len(data), accuracy)
             check_frame(data, key)
             return header, data.tobytes()
         except TooLossyError:

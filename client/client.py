@@ -378,7 +378,7 @@ class Client:
         request = ChunkRequest(keys, room, accuracy, timeout_ms, shard=shard)
         found = chunk_reads.read_prefix(self._link, request)
         if stated is not None:
-            stated[:] = [one.stated for one in found]
+            stated[:] = [one.header.stated for one in found]
         return [one.tensors for one in found]
 
     def put_chunks(

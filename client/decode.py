@@ -44,7 +44,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.frame import FrameHeader, parse_header
 from kvstore.proto.row_mask import Rows, SkippedRows
-from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated, layer_order
+from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, layer_order
 
 WRONG = (ChunkCorruptError, InvalidFrameError, ModelError)
 """What proves that a chunk is wrong, for the server to drop it."""
@@ -99,16 +99,25 @@ def contiguous(
             raise
 
 
-def check_header(session: Session, key: ChunkKey, data: Sliced, frame_bytes: int) -> FrameHeader:
+def check_header(
+    session: Session,
+    key: ChunkKey,
+    data: Sliced,
+    frame_bytes: int,
+    least: Accuracy = Accuracy.approximate,
+) -> FrameHeader:
     """Return the header at the start of *data* if it is of *key*'s frame of that size.
 
-    Raises ChunkCorruptError, InvalidFrameError.
+    Raises ChunkCorruptError, InvalidFrameError, and TooLossyError for one less accurate than
+    *least*.
     """
     header = parse_header(data)
     if header.key != key or header.frame_bytes != frame_bytes:
         raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
     if header.representation != session.representation_digest:
         raise ChunkCorruptError(key, "it was stored for another Model")
+    if header.accuracy < least:  # the server is not to send such copies
+        raise TooLossyError(f"{key.hex()}: the copy that came is {header.accuracy.name}")
     return header
 
 
@@ -116,10 +125,10 @@ def check_header(session: Session, key: ChunkKey, data: Sliced, frame_bytes: int
 
 
 class Decoded(NamedTuple):
-    """A chunk that was read, what its copy states of itself, and the tier it came from."""
+    """A chunk that was read, its frame's header, and the tier it came from."""
 
     tensors: ChunkTensors
-    stated: Stated
+    header: FrameHeader
     tier: str
 
 
@@ -137,16 +146,6 @@ class Wanted:
     first: int = 0
     shard: Shard | None = None
 
-    def header(self, index: int, data: Sliced, frame_bytes: int) -> FrameHeader:
-        """Return the header at the start of *data* if it is what is wanted of chunk *index*.
-
-        Raises as ``check_header``, and TooLossyError.
-        """
-        header = check_header(self.session, self.keys[index], data, frame_bytes)
-        if header.accuracy < self.accuracy:  # the server is not to send such copies
-            raise TooLossyError(f"{header.key.hex()}: the copy that came is {header.accuracy.name}")
-        return header
-
     def decode(self, arrived: Arrival) -> Decoded:
         """Verify the frame of a chunk and decode it to its place.
 
@@ -155,9 +154,10 @@ class Wanted:
         index, frame = arrived.index, arrived.data
         if isinstance(frame, DirectFrame):
             frame.check()
-            return Decoded(frame.tensors, frame.header.stated, arrived.tier)
+            return Decoded(frame.tensors, frame.header, arrived.tier)
         try:
-            header = self.header(index, frame, len(frame))
+            key = self.keys[index]
+            header = check_header(self.session, key, frame, len(frame), self.accuracy)
             model = self.session.representation
             if self.shard is not None and not self.shard.has_any(model, header.layout):
                 self.room(self.first + index, header.layout)  # a prompt's windows decide about it
@@ -174,7 +174,7 @@ class Wanted:
                     frame.decode_into(header, tensors)
                 else:
                     RAW.decode_into(header, frame[:], tensors)
-            return Decoded(tensors, header.stated, arrived.tier)
+            return Decoded(tensors, header, arrived.tier)
         finally:
             # First of all errors: memory that was reused says nothing of the chunk.
             arrived.confirm()
@@ -187,7 +187,8 @@ class Wanted:
         if self.shard is not None or index >= len(self.keys):
             return None
         try:
-            header = self.header(index, start, size)
+            key = self.keys[index]
+            header = check_header(self.session, key, start, size, self.accuracy)
             if header.codec_id != RAW.codec_id:
                 return None
             head = start[: header.header_bytes].copy()  # a part is longer
@@ -451,14 +452,17 @@ class LayerReader:
     def _open(self, arrived: Arrival) -> bool:
         """Take a frame whose header is right; return whether it is."""
         wanted = self._wanted
+        key = wanted.keys[arrived.index]
         try:
-            header = wanted.header(arrived.index, arrived.data, arrived.frame_bytes)
+            header = check_header(
+                wanted.session, key, arrived.data, arrived.frame_bytes, wanted.accuracy
+            )
             if self._accepts is not None and not self._accepts(arrived.index, header):
                 return False
             codec = codec_by_id(header.codec_id)
             codec.check_header(header)
         except WRONG:
-            self.broken = wanted.keys[arrived.index]
+            self.broken = key
             return False
         except (UnknownCodecError, TierUnavailableError, TooLossyError):
             return False  # right for all we know, to a newer client or from a better disk

@@ -16,9 +16,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 from xxhash import xxh3_64
 
-from kvstore.codecs.base import AnyPart, AnyTensors, ChunkTensors, check_room, each_wanted
-from kvstore.codecs.raw import RawCodec, flat_parts
-from kvstore.proto.buffers import Bytes, copy_bytes, copy_summed, read_summed
+from kvstore.codecs.base import AnyTensors, ChunkTensors, check_tensors, each_wanted
+from kvstore.codecs.raw import RAW, flat_parts, places_of, raw_pieces
+from kvstore.proto.buffers import Bytes, copy_bytes, copy_summed
 from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidFrameError,
@@ -32,7 +32,6 @@ from kvstore.proto.frame import FrameHeader, check_segment
 HEAD_BYTES = 1 << 12
 """Read once and kept: the header of most frames lies within, and is looked at in pieces."""
 _SKIP_BYTES = 1 << 16
-_RAW = RawCodec()
 
 
 def stays() -> None:
@@ -112,19 +111,19 @@ class FileFrame:
     def decode_into(self, header: FrameHeader, out: AnyTensors) -> None:
         """Read a raw frame's layers into *out*, each checked while it is in cache.
 
-        Where parts are not contiguous, or small, by way of a layer of our own. Raises as
+        Where parts are not contiguous, by way of a layer of our own. Raises as
         ``RawCodec.decode_into``.
         """
-        layers = _raw_layers(header, out)
-        groups = [(self._offset + one.start, one.flat) for one in layers if one.flat is not None]
-        is_plain = len(groups) == len(layers)
-        sums = read_summed(self._file.descriptor, groups) if is_plain else None
-        for number, one in enumerate(layers):
-            if sums is not None:
-                check_segment(header, one.segment, sums[number])
-            else:
-                data = self[one.start : one.start + one.size_bytes]
-                _RAW.decode_checked(header, one.segment, data, one.parts)
+        RAW.check_header(header)
+        check_tensors(header.layout, out, may_lack=True)
+        pieces, places = raw_pieces(header.layout, out), places_of(out, is_target=True)
+        found = None
+        if pieces is not None and places is not None:
+            found = pieces.read(self._file.descriptor, self._offset, places)
+        if pieces is None or found is None:
+            RAW.decode_by_layer(header, self, out)
+        else:
+            pieces.check(header, found)
 
     def _read(self, start: int, out: Bytes) -> None:
         at, done = self._offset + start, 0
@@ -136,29 +135,6 @@ class FileFrame:
                 done += more
         except OSError as error:
             raise TierUnavailableError("disk", f"its file cannot be read: {error}") from None
-
-
-class _RawLayer(NamedTuple):
-    """A layer of a raw frame that is wanted: its segment, place, and the parts it goes to."""
-
-    segment: int
-    start: int
-    size_bytes: int
-    parts: Sequence[AnyPart]
-    flat: list[Bytes] | None
-    """The parts' own bytes; None unless all are contiguous arrays."""
-
-
-def _raw_layers(header: FrameHeader, out: AnyTensors) -> list[_RawLayer]:
-    """Raises LayoutMismatchError for *out* of another layout, UnknownCodecError if not raw."""
-    _RAW.check_header(header)
-    check_room(header.layout, out)
-    starts = header.segments["offset"].tolist()
-    sizes = header.segments["stored_bytes"].tolist()
-    return [
-        _RawLayer(index, starts[index], sizes[index], parts, flat_parts(parts))
-        for index, _, parts in each_wanted(header.layout, out)
-    ]
 
 
 # --- in parts
@@ -292,15 +268,16 @@ class _Run(NamedTuple):
 
 
 def _runs(header: FrameHeader, tensors: AnyTensors) -> list[_Run]:
-    runs = []
-    for layer in _raw_layers(header, tensors):
-        if layer.flat is None:
+    RAW.check_header(header)
+    check_tensors(header.layout, tensors, may_lack=True)
+    starts, runs = header.segments["offset"].tolist(), []
+    for segment, _, parts in each_wanted(header.layout, tensors):
+        flat = flat_parts(parts)
+        if flat is None:
             raise LayoutMismatchError("strides", "parts", "not one piece of memory each")
-        if layer.size_bytes != sum(map(len, layer.flat)):
-            raise LayoutMismatchError("stored_bytes", layer.size_bytes, "not a raw layer's")
-        at = layer.start
-        for number, out in enumerate(layer.flat, 1):
-            runs.append(_Run(at, at + len(out), out, layer.segment, number == len(layer.flat)))
+        at = starts[segment]
+        for number, out in enumerate(flat, 1):
+            runs.append(_Run(at, at + len(out), out, segment, number == len(flat)))
             at += len(out)
     return runs
 

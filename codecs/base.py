@@ -326,7 +326,7 @@ class Codec(ABC):
         self.check_header(header)
         if not 0 <= level <= header.levels:
             raise InvalidFrameError("level", level, f"the frame has 0 to {header.levels}")
-        check_room(header.layout, out)
+        check_tensors(header.layout, out, may_lack=True)
         count = header.layout.segment_count
         for index, component, places in each_wanted(header.layout, out):
             data = []
@@ -381,11 +381,6 @@ class LossyCodec(Codec):
         self.decode_layer([data], component, out, None)
 
 
-def check_room(layout: KVLayout, out: AnyTensors) -> None:
-    """Raise LayoutMismatchError unless *out* has the shapes of *layout*, as far as it is wanted."""
-    check_tensors(layout, out, may_lack=True)
-
-
 def each_wanted(
     layout: KVLayout, out: AnyTensors
 ) -> Iterator[tuple[int, Component, Sequence[AnyPart]]]:
@@ -430,13 +425,17 @@ def empty_tensors(layout: KVLayout) -> list[list[list[Part]]]:
     """Return uninitialised tensors of *layout*, as unsigned integers of the dtype's size."""
     # One array a part: memory of that size is used again, that of a whole component comes anew from
     # the system with every get, to be faulted in.
-    return [
-        [
-            [np.empty(c.shape, dtype=f"u{c.dtype.item_bytes}") for _ in range(c.parts)]
-            for _ in range(c.layers)
-        ]
-        for c in layout.components
-    ]
+    tensors: list[list[list[Part]]] = []
+    for component in layout.components:
+        shape, dtype = component.shape, np.dtype(f"u{component.dtype.item_bytes}")
+        layers: list[list[Part]] = []
+        for _ in range(component.layers):
+            parts: list[Part] = []
+            for _ in range(component.parts):
+                parts.append(np.empty(shape, dtype))  # noqa: PERF401 - for each part of a get
+            layers.append(parts)
+        tensors.append(layers)
+    return tensors
 
 
 CODECS = {

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Iterator, Sequence
 from functools import lru_cache
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,23 +19,31 @@ from kvstore.codecs.base import (
     Codec,
     EncodeTerms,
     Part,
-    check_room,
     check_tensors,
 )
-from kvstore.codecs.block_part import BLOCK_ROW, ROW_SUM, BlockPart, BlockStack, block_rows
+from kvstore.codecs.block_part import (
+    BLOCK_ROW,
+    ROW_SUM,
+    BlockLayers,
+    BlockPart,
+    BlockStack,
+    block_rows,
+)
 from kvstore.proto.buffers import (
     BLOCK_BYTES,
+    LOOP_FROM_BYTES,
+    LOOP_UNIT_BYTES,
     Bytes,
-    Pieces,
+    Sliced,
     address,
     as_bytes,
     copy_groups,
-    copy_many,
 )
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import (
     ALIGN_BYTES,
     FLAG_UNSUMMED,
+    NO_ASSET,
     SEGMENT_DTYPE,
     FrameHeader,
     FrameTemplate,
@@ -44,7 +53,7 @@ from kvstore.proto.frame import (
     pack_header,
     raw_frame_bytes,
 )
-from kvstore.proto.native import loops
+from kvstore.proto.native import Loops, loops
 from kvstore.proto.types import Accuracy, Component, KVLayout
 
 
@@ -61,12 +70,14 @@ class RawCodec(Codec):
         """Also raise InvalidFrameError unless each layer has its size: then views may be taken
         at the places that the layout alone gives.
         """
-        super().check_header(header)
+        if (header.codec_id, header.codec_revision, header.levels, header.asset) != _PLAIN:
+            super().check_header(header)  # which says what is wrong
         stored = header.segments["stored_bytes"]
-        wrong = np.flatnonzero(stored != _layer_sizes(header.layout))
+        sizes = _raw_rows(header.layout)["stored_bytes"]
+        wrong = np.flatnonzero(stored != sizes)
         if len(wrong):
-            wanted = int(_layer_sizes(header.layout)[wrong[0]])
-            raise InvalidFrameError("stored_bytes", int(stored[wrong[0]]), f"a layer has {wanted}")
+            fix = f"a layer has {sizes[wrong[0]]}"
+            raise InvalidFrameError("stored_bytes", int(stored[wrong[0]]), fix)
 
     def max_segment_bytes(self, component: Component) -> int:
         """Upper bound of one encoded layer; raw layers always have exactly this size."""
@@ -93,29 +104,15 @@ class RawCodec(Codec):
         if len(out) < raw_frame_bytes(layout):
             raise InvalidFrameError("out", len(out), f"give {raw_frame_bytes(layout)} bytes")
         is_summed = not template.flags & FLAG_UNSUMMED
-        starts = _raw_rows(layout)["offset"].tolist()
         for start, stop in _gaps(layout):
             out[start:stop] = 0
-        checksums: list[int] = []
-        unsummed: list[tuple[Bytes, Bytes]] = []
-        for component, layers in zip(layout.components, tensors, strict=True):
-            size, first = component.layer_bytes, starts[len(checksums)]
-            if isinstance(layers, BlockStack) and not (is_summed or size % ALIGN_BYTES):
-                layers.gather(out[first : first + size * component.layers])
-                checksums += [0] * component.layers
-                continue
-            for parts in layers:
-                start = starts[len(checksums)]
-                room = out[start : start + size]
-                if is_summed:
-                    checksums.append(_encode_summed(parts, component, room))
-                    continue
-                checksums.append(0)
-                if (flat := flat_parts(parts)) is None:
-                    self.encode_segment(parts, component, room)
-                else:
-                    unsummed += _pairs(room, flat)
-        copy_many(unsummed)
+        pieces, places = raw_pieces(layout, tensors), places_of(tensors)
+        if pieces is None or places is None:
+            checksums = _encode_layers(layout, tensors, out, is_summed=is_summed)
+        else:
+            checksums = pieces.copy(out, places, is_encode=True)
+            if not is_summed:
+                checksums = [0] * len(checksums)
         header = raw_header(template, checksums)
         packed = pack_header(header)
         out[: len(packed)] = np.frombuffer(packed, np.uint8)
@@ -170,8 +167,11 @@ class RawCodec(Codec):
         component = header.layout.components[int(header.segments[index]["component"])]
         if len(data) != component.layer_bytes:
             raise _wrong_size(data, component)
-        pieces = _pieces(data, out)
-        found = _scatter_layer(data, out) if pieces is None else copy_groups([pieces])[0]
+        flat = flat_parts(out)
+        if flat is None:
+            found = _scatter_layer(data, out)
+        else:
+            found = copy_groups([[(room, part) for part, room in _pairs(data, flat)]])[0]
         check_segment(header, index, found)
 
     def decode_into(self, header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
@@ -181,28 +181,34 @@ class RawCodec(Codec):
         tenth of the copies of a chunk.
         """
         self.check_header(header)
-        check_room(header.layout, out)
+        check_tensors(header.layout, out, may_lack=True)
+        pieces, places = raw_pieces(header.layout, out), places_of(out, is_target=True)
+        is_whole = frame.strides == (1,) and len(frame) >= raw_frame_bytes(header.layout)
+        if pieces is None or places is None or header.shard is not None or not is_whole:
+            self.decode_by_layer(header, frame, out)
+        else:
+            pieces.check(header, pieces.copy(frame, places))
+
+    def decode_by_layer(self, header: FrameHeader, frame: Sliced, out: AnyTensors) -> None:
+        """Do the same a layer at a time: into blocks or strided tensors, or out of a file.
+
+        Raises InvalidFrameError for a frame that is cut short, too.
+        """
         starts = header.segments["offset"].tolist()
-        checksums = header.segments["checksum"].tolist()
         first = 0
-        sums: dict[int, int] = {}
-        together: dict[int, Pieces] = {}
         for component, layers in zip(header.layout.components, out, strict=True):
-            rows = block_rows(layers, frame, starts[first : first + len(layers)])
+            some, rows = starts[first : first + len(layers)], None
+            if isinstance(frame, np.ndarray) and layers:
+                rows = block_rows(layers, frame, some)
             if rows is not None:
-                sums.update(enumerate(_scatter_rows(rows), first))
-            for index, parts in enumerate(layers if rows is None else (), first):
-                layer = frame[starts[index] : starts[index] + component.layer_bytes]
-                pieces = _pieces(layer, parts)
-                if pieces is not None:
-                    together[index] = pieces
-                else:
-                    sums[index] = _scatter_layer(layer, parts)
+                loops().scatter_summed(address(rows), rows.size // BLOCK_ROW)
+                for index, found in enumerate(rows[:, -1, -1, -1, ROW_SUM].tolist(), first):
+                    check_segment(header, index, found)
+            else:
+                for index, (start, parts) in enumerate(zip(some, layers, strict=True), first):
+                    data = frame[start : start + component.layer_bytes]
+                    self.decode_checked(header, index, data, parts)
             first += component.layers
-        sums.update(zip(together, copy_groups(list(together.values())), strict=True))
-        for index, found in sums.items():
-            if found != checksums[index]:
-                check_segment(header, index, found)
 
     def views(self, header: FrameHeader, frame: Bytes) -> ChunkTensors:
         """Return the tensors inside a raw *frame* without copying, writable when it is.
@@ -222,7 +228,130 @@ class RawCodec(Codec):
         ]
 
 
+RAW = RawCodec()
+_PLAIN = (RawCodec.codec_id, RawCodec.revision, 0, NO_ASSET)
 _GAP = np.zeros(ALIGN_BYTES, np.uint8)
+OUT, AT, UNITS, SIZE, SUM = range(5)
+"""Columns of a piece as the loops of ``native/sums.c`` take it."""
+
+
+class RawPieces(NamedTuple):
+    """The parts of raw layers as rows of ``native/sums.c``, to be copied and summed in one call.
+
+    ``AT`` counts from the frame's start. ``segments`` are the layers' numbers.
+    """
+
+    rows: NDArray[np.uint64]
+    segments: Sequence[int]
+    is_past: bool
+    """Whether it is so much that copies pass the caches: who reads it next is another core."""
+    address: int
+    """Of the rows."""
+
+    def copy(
+        self,
+        frame: Bytes,
+        places: Sequence[int],
+        *,
+        is_encode: bool = False,
+        native: Loops | None = None,
+    ) -> list[int]:
+        """Copy the parts to *places* out of *frame*, or into it; return the layers' checksums."""
+        count = len(places)
+        found = (ctypes.c_uint64 * len(self.segments))()
+        (native or loops()).copy_frame(
+            self.address, count, address(frame), (ctypes.c_uint64 * count)(*places),
+            found, is_encode, self.is_past,
+        )  # fmt: skip
+        return found[:]
+
+    def read(self, descriptor: int, offset: int, places: Sequence[int]) -> list[int] | None:
+        """Do the same out of a file that has the frame at *offset*; None if it is not all there."""
+        rows = self.rows.copy()
+        rows[:, OUT] = places
+        rows[:, AT] += np.uint64(offset)
+        if loops().read_summed(address(rows), len(rows), descriptor) != len(rows):
+            return None
+        found: list[int] = rows[rows[:, SIZE] > 0, SUM].tolist()
+        return found
+
+    def check(self, header: FrameHeader, found: Sequence[int]) -> None:
+        """Compare checksums with those of *header*. Raises ChunkCorruptError."""
+        stated = header.segments["checksum"].tolist()
+        for segment, one in zip(self.segments, found, strict=True):
+            if one != stated[segment]:
+                check_segment(header, segment, one)
+
+
+def places_of(tensors: AnyTensors, *, is_target: bool = False) -> list[int] | None:
+    """Return the addresses of all parts; None where one is in blocks or strided, or a target that
+    cannot be written to: that is copied layer by layer.
+    """
+    places: list[int] = []
+    for layers in tensors:
+        if isinstance(layers, BlockLayers):
+            return None
+        for parts in layers:
+            for part in parts:
+                if not isinstance(part, np.ndarray) or not part.flags.c_contiguous:
+                    return None
+                if is_target and not part.flags.writeable:
+                    return None
+                places.append(address(part))
+    return places
+
+
+def raw_pieces(layout: KVLayout, tensors: AnyTensors) -> RawPieces | None:
+    """Return the pieces of a raw frame of *layout* of which *tensors* are wanted: windows and
+    states may have no layers. None where a part is not of whole units.
+    """
+    return _raw_pieces(layout, tuple(map(len, tensors)))
+
+
+@lru_cache(maxsize=64)
+def _raw_pieces(layout: KVLayout, wanted: tuple[int, ...]) -> RawPieces | None:
+    starts = _raw_rows(layout)["offset"].tolist()
+    rows: list[tuple[int, ...]] = []
+    segments: list[int] = []
+    first = 0
+    for component, count in zip(layout.components, wanted, strict=True):
+        size, last = component.part_bytes, component.parts - 1
+        units, rest = divmod(size, LOOP_UNIT_BYTES)
+        if rest:
+            return None
+        for segment in range(first, first + count):
+            segments.append(segment)
+            rows += [
+                (0, starts[segment] + part * size, units, (part == last) * component.layer_bytes, 0)
+                for part in range(component.parts)
+            ]
+        first += component.layers
+    table = np.array(rows, np.uint64).reshape(-1, 5)
+    is_past = int(table[:, UNITS].sum()) * LOOP_UNIT_BYTES >= LOOP_FROM_BYTES
+    return RawPieces(table, segments, is_past, address(table))
+
+
+def _encode_layers(
+    layout: KVLayout, tensors: AnyTensors, out: Bytes, *, is_summed: bool
+) -> list[int]:
+    """Copy *tensors* to their places in *out* a layer at a time; return the checksums, or zeros."""
+    starts = _raw_rows(layout)["offset"].tolist()
+    checksums: list[int] = []
+    for component, layers in zip(layout.components, tensors, strict=True):
+        size, first = component.layer_bytes, starts[len(checksums)]
+        if isinstance(layers, BlockStack) and not (is_summed or size % ALIGN_BYTES):
+            layers.gather(out[first : first + size * component.layers])
+            checksums += [0] * component.layers
+            continue
+        for parts in layers:
+            start = starts[len(checksums)]
+            room = out[start : start + size]
+            if is_summed:
+                checksums.append(_encode_summed(parts, component, room))
+            else:
+                RAW.encode_segment(parts, component, room)
+                checksums.append(0)
+    return checksums
 
 
 def _checksum(pieces: Sequence[Bytes]) -> int:
@@ -270,19 +399,6 @@ def _encode_summed(parts: Sequence[AnyPart], component: Component, room: Bytes) 
     return digest.intdigest()
 
 
-def _pieces(layer: Bytes, out: Sequence[AnyPart]) -> Pieces | None:
-    """Return where to and what of a raw layer; None where a part is in blocks or strided."""
-    flat = flat_parts(out)
-    return None if flat is None else [(room, data) for data, room in _pairs(layer, flat)]
-
-
-def _scatter_rows(rows: NDArray[np.uint64]) -> list[int]:
-    """Copy what ``block_rows`` returned; return the checksum of each layer."""
-    loops().scatter_summed(address(rows), rows.size // BLOCK_ROW)
-    sums: list[int] = rows[:, -1, -1, -1, ROW_SUM].tolist()
-    return sums
-
-
 def _scatter_layer(layer: Bytes, out: Sequence[AnyPart]) -> int:
     """Copy a raw layer into *out* and return its checksum."""
     digest = xxh3_64()
@@ -290,12 +406,6 @@ def _scatter_layer(layer: Bytes, out: Sequence[AnyPart]) -> int:
     for at, part in enumerate(out):
         _scatter_part(layer[at * size : (at + 1) * size], part, digest)
     return digest.intdigest()
-
-
-@lru_cache(maxsize=256)
-def _layer_sizes(layout: KVLayout) -> NDArray[np.uint64]:
-    sizes = [c.layer_bytes for c in layout.components for _ in range(c.layers)]
-    return np.array(sizes, np.uint64)
 
 
 def _scatter_part(data: Bytes, part: AnyPart, digest: xxh3_64) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 from numpy.typing import NDArray
 from xxhash import xxh3_64
 
-from kvstore.codecs.base import AnyPart, AnyTensors, Part, check_room, codec_by_id, each_wanted
+from kvstore.codecs.base import AnyPart, AnyTensors, Part, check_tensors, codec_by_id, each_wanted
 from kvstore.codecs.block_part import BlockPart
 from kvstore.codecs.raw import RawCodec, part_views
 from kvstore.proto.buffers import Bytes, Sliced, as_bytes, checksum, copy_bytes
@@ -179,7 +179,7 @@ def cut(header: FrameHeader, frame: Sliced, shard: ChunkShard, out: AnyTensors) 
         raise InvalidFrameError("layout", header.layout, f"expected {shard.whole}")
     codec = codec_by_id(header.codec_id)
     codec.check_header(header)
-    check_room(shard.layout, out)
+    check_tensors(shard.layout, out, may_lack=True)
     if header.levels:
         raise InvalidFrameError("levels", header.levels, "such frames are read whole")
     segments = list(_segments(shard))

@@ -81,18 +81,6 @@ def copy_groups(groups: Sequence[Pieces]) -> list[int]:
     return list(map(_copy_blocks, groups))
 
 
-def copy_many(pieces: Pieces) -> None:
-    """Copy each of *pieces*, past the caches where they are many bytes: whoever reads them next is
-    another core.
-    """
-    if _is_for_loop([pieces], LOOP_FROM_BYTES):
-        rows = _rows([pieces])
-        loops().copy_summed(rows, len(rows), True)
-        return
-    for out, data in pieces:
-        np.copyto(out, data)
-
-
 def _is_for_loop(groups: Sequence[Sequence[tuple[Bytes, object]]], least_bytes: int) -> bool:
     """Whether all pieces are of whole units, and of *least_bytes* together."""
     total = 0

@@ -26,6 +26,7 @@ from kvstore.cli.simulate import (
     BlockTrace,
     Outcome,
     Terms,
+    make_blocks,
     read_trace,
     replay_blocks,
 )
@@ -105,11 +106,12 @@ def flipped(requests: Sequence[BlockLine], wrong: float) -> NDArray[np.bool_]:
     return used ^ (np.random.default_rng(_HINT_SEED).random(len(requests)) < wrong)
 
 
-def second_half(requests: Sequence[BlockLine], keeps: NDArray[np.bool_] | None) -> float:
+def second_half(requests: list[BlockLine], keeps: NDArray[np.bool_] | None) -> float:
     """Return the share of blocks hit once the first half has taught how far to trust the hint."""
-    footprint = len({block for request in requests for block in request.block_ids})
-    history = AccessHistory(requests[0].block_tokens)
-    cache = BlockReplay(HitDensityEviction(history), history, int(HINTS_SHARE * footprint))
+    trace = make_blocks(requests)
+    history = AccessHistory(trace.block_tokens)
+    places = int(HINTS_SHARE * trace.blocks)
+    cache = BlockReplay(HitDensityEviction(history), history, places)
     blocks = hits = 0
     for at, request in enumerate(requests):
         if at == len(requests) // 2:
@@ -117,7 +119,7 @@ def second_half(requests: Sequence[BlockLine], keeps: NDArray[np.bool_] | None) 
         reuse = 0 if keeps is None else KEEP if keeps[at] else DISCARD
         full = request.input_tokens % request.block_tokens == 0
         facts = InsertInfo(full, reuse=reuse, prompt_chunks=len(request.block_ids))
-        cache.request(request.block_ids, 1, request.time_s, facts)
+        cache.request(trace.chain(at).tolist(), request.time_s, facts)
     return (cache.hit_blocks - hits) / (cache.blocks - blocks)
 
 

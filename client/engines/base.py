@@ -17,6 +17,7 @@ from itertools import islice, takewhile
 from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
+from kvstore.client import planning
 from kvstore.client.chunk import Chunk, LayerTensors, Shard, parents
 from kvstore.client.client import Client
 from kvstore.client.decode import Room as ChunkRooms
@@ -33,16 +34,6 @@ from kvstore.client.engines.prefix import (
     least_of,
 )
 from kvstore.client.forks import FORKS
-from kvstore.client.planning import (
-    DOUBT,
-    LEAST_LEFT_S,
-    LEAST_LOOKUP_MS,
-    Deadline,
-    PlanTerms,
-    PrefillMeter,
-    PrefillModel,
-    chunks_worth_loading,
-)
 from kvstore.client.server_state import ChunkStat
 from kvstore.codecs.base import codec_name
 from kvstore.proto.blend import ACCURACY_TAG, ReuseReport
@@ -121,7 +112,7 @@ class Connector:
         *,
         durable: bool = False,
         token_flops: float = 0.0,
-        prefill: PrefillModel | None = None,
+        prefill: planning.PrefillModel | None = None,
         shard: Shard | None = None,
         accuracy: str = "exact",
     ) -> None:
@@ -130,7 +121,7 @@ class Connector:
         self.least = least_of(accuracy)
         """The least accuracy of what is read."""
         self._prefill = prefill
-        self.learned = PrefillMeter()
+        self.learned = planning.PrefillMeter()
         self.durable = durable
         self._token_flops = token_flops
         self._counts: Counter[str] = Counter()
@@ -149,7 +140,7 @@ class Connector:
     def _after_fork(self) -> None:
         """In a child: count from 0: the parent reports what was before."""
         self._lock = threading.Lock()  # another thread may have had it
-        self.learned = PrefillMeter()  # and its lock
+        self.learned = planning.PrefillMeter()  # and its lock
         for counts in (self._counts, *self._named.values()):
             counts.clear()
 
@@ -159,7 +150,7 @@ class Connector:
         rooms: Sequence[LayerTensors],
         first: int,
         least: Accuracy,
-        within: Deadline,
+        within: planning.Deadline,
         tail_tokens: int,
     ) -> list[Stated]:
         def computing(chunks: range) -> None:
@@ -179,15 +170,15 @@ class Connector:
         return [EXACT] * computed + read
 
     def terms(
-        self, within: Deadline, tail_tokens: int, least: Accuracy = Accuracy.exact
-    ) -> PlanTerms:
+        self, within: planning.Deadline, tail_tokens: int, least: Accuracy = Accuracy.exact
+    ) -> planning.PlanTerms:
         """Return what a request with a deadline asks of its loads."""
-        left_s = max(within.left_s, LEAST_LEFT_S)
+        left_s = max(within.left_s, planning.LEAST_LEFT_S)
         prefill = self._prefill or self.learned.model()
         if prefill is None:
-            return PlanTerms(left_s, least=least)
+            return planning.PlanTerms(left_s, least=least)
         # An engine leaves itself the last token.
-        return PlanTerms(left_s, prefill, least=least, tail_tokens=max(1, tail_tokens))
+        return planning.PlanTerms(left_s, prefill, least=least, tail_tokens=max(1, tail_tokens))
 
     def attempt(
         self,
@@ -204,8 +195,12 @@ class Connector:
         computed, by ``within.compute``, beside the loads, or behind what was read. Before
         ``learned`` has seen the engine compute, loads end with it.
         """
-        named = tokens[:-1] if asked.whole else tokens
-        return self.ask(lambda: self._load(named, read, extra, allowed, asked), (Prefix(), "error"))
+
+        def load() -> tuple[Prefix, str]:
+            keys = self.client.keys(tokens[:-1] if asked.whole else tokens, extra)
+            return self._load(keys, read, allowed, asked) if keys else (Prefix(), "short")
+
+        return self.ask(load, (Prefix(), "error"))
 
     def note_load(self, tokens: int, prefix: Prefix, reason: str, lost_chunks: int = 0) -> Prefix:
         """Count what was loaded of a prompt of so many *tokens*; return it."""
@@ -220,59 +215,48 @@ class Connector:
         return prefix
 
     def _load(
-        self,
-        named: Sequence[int],
-        read: _Read,
-        extra: Sequence[bytes],
-        allowed: Allowed,
-        asked: Asked,
+        self, keys: Sequence[ChunkKey], read: _Read, allowed: Allowed, asked: Asked
     ) -> tuple[Prefix, str]:
-        keys = self.client.keys(named, extra)
-        if not keys:
-            return Prefix(), "short"
         within, timeout = asked.within, None
         if within is not None:
             most_s = self.client.options.deadline_ms / 1000
-            timeout = min(max(LEAST_LOOKUP_MS / 1000, within.left_s), most_s)
+            timeout = min(max(planning.LEAST_LOOKUP_MS / 1000, within.left_s), most_s)
         match = self.client.lookup(keys=keys, accuracy=allowed.least, timeout=timeout)
         reason = "" if match.ready == len(keys) else "pending" if match.pending else "absent"
-        every = self._spans(len(named))
+        every = self._spans(asked.tokens - asked.whole)
         shared = every[match.shared - 1][1] if match.shared else 0
-        if not match.ready:
-            return Prefix(shared_tokens=shared), reason
         count = self.worth_loading(match, asked.tokens) if within is None else match.ready
         if asked.whole and count < match.ready:
             count = 0
-        with self._lock:
-            self._counts["slow_chunks"] += match.ready - count
         if count < match.ready:
             reason = "slow"
+            self._count("slow_chunks", match.ready - count)
         if not count:
             return Prefix(shared_tokens=shared), reason
-        came = read(keys[:count], every[:count], 0, allowed.least)
+        keys, spans = keys[:count], every[:count]
+        came = read(keys, spans, 0, allowed.least)
+        stated = self._usable(came, allowed, lambda at: read(keys, spans, at, Accuracy.bounded))
         first = within.computed if within is not None else 0
-        stated = self._usable(
-            came, allowed, lambda at: read(keys[:count], every[:count], at, Accuracy.bounded)
-        )
         found = len(stated)
         missing = count + first - max(found, len(came))
         if missing:
             reason = "lost" if within is None else "slow"
-            with self._lock:
-                self._counts[f"{reason}_chunks"] += missing
+            self._count(f"{reason}_chunks", missing)
         if found < len(came):
             reason = "gate"
-        lossy = sum(stop - start for start, stop in every[exact_count(stated) : found])
         unbounded = [one for one in stated if one.accuracy is Accuracy.approximate]
-        some = slice(first, found)
         prefix = replace(
-            Prefix.of(every[some], match.tiers[some], asked.tokens, shared),
+            Prefix.of(spans[first:found], match.tiers[first:found], asked.tokens, shared),
             # What the engine computed meanwhile is stored already.
-            stored_tokens=every[found - 1][1] if found else 0,
-            lossy_tokens=lossy,
+            stored_tokens=spans[found - 1][1] if found else 0,
+            lossy_tokens=sum(stop - start for start, stop in spans[exact_count(stated) : found]),
             codecs=frozenset(codec_name(one.codec_id) for one in unbounded),
         )
         return prefix, reason
+
+    def _count(self, name: str, count: int) -> None:
+        with self._lock:
+            self._counts[name] += count
 
     def _usable(
         self, came: Sequence[Stated], allowed: Allowed, again: Callable[[int], Sequence[Stated]]
@@ -284,8 +268,7 @@ class Connector:
         if count == len(came):
             return came
         usable = [*came[:count], *self.ask(lambda: list(again(count)), list[Stated]())]
-        with self._lock:
-            self._counts["gated_chunks"] += max(0, len(came) - len(usable))
+        self._count("gated_chunks", max(0, len(came) - len(usable)))
         return usable
 
     def allowed(self, least: Accuracy) -> Allowed:
@@ -302,11 +285,11 @@ class Connector:
 
     def worth_loading(self, match: Match, token_count: int) -> int:
         """Return how many chunks of *match* to load for a prompt of so many tokens."""
-        prefill = self._prefill or self.learned.model(DOUBT)
+        prefill = self._prefill or self.learned.model(planning.DOUBT)
         if prefill is None:
             return match.ready
         spans = self._spans(token_count)[: match.ready]
-        return chunks_worth_loading(match.load_us, spans, token_count, prefill)
+        return planning.chunks_worth_loading(match.load_us, spans, token_count, prefill)
 
     def store_chunks(
         self,
@@ -334,17 +317,17 @@ class Connector:
         source: Source,
         from_token: int,
         extra: Sequence[bytes],
-        about: AboutOf | None = None,
+        about: AboutOf | None,
     ) -> Iterator[Chunk]:
         keys = self.client.keys(tokens, extra)
-        for (start, stop), key, parent in zip(
-            self._spans(len(tokens)), keys, parents(keys), strict=True
-        ):
+        named = zip(self._spans(len(tokens)), keys, parents(keys), strict=True)
+        for span, key, parent in named:
+            start, stop = span
             if stop > from_token:
-                said = about((start, stop)) if about else About()
+                said = about(span) if about else About()
                 yield Chunk(
                     key,
-                    source((start, stop)),
+                    source(span),
                     parent=parent,
                     position=start,
                     prefill_flops=self._token_flops * (stop - start),
@@ -376,15 +359,14 @@ class Connector:
 
     def stored(self, digests: Sequence[ChainDigest]) -> set[bytes]:
         """Return those of *digests* that have an exact copy, whatever is before. Never raises."""
-        found = self.ask(lambda: self.client.stat(keys=self._keys(digests)), list[ChunkStat]())
+        found = self.ask(lambda: self.client.stat(keys=self.keys_of(digests)), list[ChunkStat]())
         exact = Accuracy.exact
         return {one.digest for one in found if any(c.accuracy == exact for c in one.copies)}
 
     def read(self, digests: Sequence[ChainDigest], out: Sequence[LayerTensors]) -> int:
         """Read the longest prefix of *digests* into *out*; return how many chunks. Never raises."""
-        count = self.ask(lambda: len(self.client.get_chunks(self._keys(digests), out)), 0)
-        with self._lock:
-            self._counts["lost_chunks"] += len(digests) - count
+        count = self.ask(lambda: len(self.client.get_chunks(self.keys_of(digests), out)), 0)
+        self._count("lost_chunks", len(digests) - count)
         return count
 
     def read_into(
@@ -392,7 +374,7 @@ class Connector:
         digests: Sequence[ChainDigest],
         room: ChunkRooms,
         stated: list[Stated] | None = None,
-        terms: PlanTerms | None = None,
+        terms: planning.PlanTerms | None = None,
     ) -> int:
         """Do the same with *room*, which says where a chunk of a layout goes; raise what fails.
 
@@ -401,18 +383,17 @@ class Connector:
         are read. With *terms*, as far as their deadline allows.
         """
         allowed = ONLY_EXACT if stated is None else self.allowed(self.least)
-        until = None if terms is None else Deadline(terms.deadline_s)
-        came: list[Stated] = []
+        until = None if terms is None else planning.Deadline(terms.deadline_s)
+        came: Sequence[Stated] = ()
         usable: Sequence[Stated] = ()
 
         def get(first: int, least: Accuracy) -> list[Stated]:
-            keys, found = self._keys(digests[first:]), list[Stated]()
+            keys, found = self.keys_of(digests[first:]), list[Stated]()
             place: ChunkRooms = lambda at, layout: room(first + at, layout)  # noqa: E731
             if terms is None or until is None or self.shard is not None:
-                more: Any = {"accuracy": least, "stated": found, "shard": self.shard}
-                self.client.get_chunks(keys, place, **more)
+                self.client.get_chunks(keys, place, accuracy=least, stated=found, shard=self.shard)
                 return found
-            left_s = max(until.left_s, LEAST_LEFT_S)
+            left_s = max(until.left_s, planning.LEAST_LEFT_S)
             left = replace(terms, deadline_s=left_s, least=least)
             levelled = self.client.get_levelled(keys, left, place)
             return list(levelled.stated[: next(iter(levelled.to_compute), len(keys))])
@@ -421,22 +402,21 @@ class Connector:
             came = get(0, allowed.least)
             usable = self._usable(came, allowed, lambda first: get(first, Accuracy.bounded))
         finally:
-            with self._lock:
-                name = "lost_chunks" if terms is None else "slow_chunks"
-                self._counts[name] += len(digests) - max(len(came), len(usable))
+            name = "lost_chunks" if terms is None else "slow_chunks"
+            self._count(name, len(digests) - max(len(came), len(usable)))
         if stated is not None:
             stated += [*usable, *came[len(usable) :]]
         return len(usable)
 
-    def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
+    def keys_of(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
+        """Name chunks; this opens a session if there is none, even for no chunks."""
         space = self.client.namespace
         return [chunk_key(space, digest) for digest in digests]
 
     def note_unstored(self, tokens: int, exact_tokens: int) -> None:
         """Count the chunks of a prompt of so many *tokens* that are behind *exact_tokens*."""
         behind = [stop for _, stop in self._spans(tokens) if stop > exact_tokens]
-        with self._lock:
-            self._counts["lossy_unstored_chunks"] += len(behind)
+        self._count("lossy_unstored_chunks", len(behind))
 
     def write_each(
         self, chunks: Callable[[], Sequence[Chunk]], hints: Hints = NO_HINTS
@@ -447,8 +427,10 @@ class Connector:
         """
 
         def put() -> list[PutOutcome]:
-            terms: Any = {"durable": self.durable, "hints": hints, "shard": self.shard}
-            return [one.outcome for one in self.client.put_chunks(chunks(), **terms)]
+            puts = self.client.put_chunks(
+                chunks(), durable=self.durable, hints=hints, shard=self.shard
+            )
+            return [one.outcome for one in puts]
 
         outcomes = self.ask(put, list[PutOutcome](), is_store=True)
         with self._lock:
@@ -523,10 +505,10 @@ class DaemonThreads:
         """Have *work* done; after ``close`` return a future that is cancelled. Never raises."""
         future: Future[T] = Future()
         with self._lock:
-            if not self._is_closed:
+            if self._is_closed:
+                _cancel(future)
+            else:
                 self._queue.put((future, work))
-                return future
-        _cancel(future)
         return future
 
     def close(self) -> None:

@@ -33,20 +33,13 @@ from vllm.v1.kv_offload.tiering.spec import TieringOffloadingSpec as StoreTierin
 
 from kvstore.client.chunk import Chunk, LayerTensors
 from kvstore.client.client import Client
+from kvstore.client.engines import identity
 from kvstore.client.engines.base import Connector, DaemonThreads
-from kvstore.client.engines.identity import (
-    BYTE_ROWS,
-    EPOCH_BYTES,
-    byte_group,
-    byte_tensors,
-    weights_name,
-)
 from kvstore.client.engines.prefix import least_of
 from kvstore.client.engines.vllm.messages import VllmSettings
 from kvstore.client.engines.vllm.worker import SHUTDOWN_S
 from kvstore.proto.errors import InvalidRequestError, ModelError
-from kvstore.proto.keys import chunk_key
-from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, Model, RopeParameters
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, Model
 
 __all__ = ["KVStoreTier", "StoreTieringSpec"]
 
@@ -72,9 +65,20 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         super().__init__(tier_type)
 
     def batch_lookup(self, keys: Sequence[bytes], req_context: Any) -> Iterable[bool]:
-        digests = [self._digest(key) for key in keys]
-        found = self._found(digests)
-        return [bytes(one) in found for one in digests]
+        """Say of each of *keys* whether it is stored. They are no prefix: of several kinds of
+        layers vLLM asks in turn, and of sliding windows from the end.
+        """
+        connector, digests = self._connector, [self._digest(key) for key in keys]
+
+        def ready() -> int:
+            return connector.client.lookup(keys=connector.keys_of(digests)).ready
+
+        count = connector.ask(ready, -1)
+        if count < 0:
+            return [False] * len(digests)
+        behind = digests[count + 1 :]
+        found = connector.stored(behind) if behind else set()
+        return [at < count or bytes(one) in found for at, one in enumerate(digests)]
 
     def note_lost(self, keys: Collection[bytes]) -> None:
         """Promote keys no more for requests that asked for them: that failed."""
@@ -84,21 +88,6 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         for key in keys:  # below 0.28
             if key in self._lookup_state:
                 self._lookup_state[key].result = False
-
-    def _found(self, digests: Sequence[ChainDigest]) -> set[bytes]:
-        """Return those that are stored. They are no prefix: of several kinds of layers vLLM asks
-        in turn, and of sliding windows from the end.
-        """
-        client = self._connector.client
-
-        def ready() -> int:
-            return client.lookup(keys=[chunk_key(client.namespace, one) for one in digests]).ready
-
-        count = self._connector.ask(ready, -1)
-        if count < 0:
-            return set()
-        behind = digests[count + 1 :]
-        return {*map(bytes, digests[:count]), *(self._connector.stored(behind) if behind else ())}
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
@@ -127,21 +116,20 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             fix = "use exact: vLLM does not say behind which chunk another was computed"
             raise InvalidRequestError("accuracy", stated.accuracy, fix)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
-        identity = tier_model(offloading_spec.config, self._rows.shape[1], stated.model_revision)
-        loading, looking = (
+        model = tier_model(offloading_spec.config, self._rows.shape[1], stated.model_revision)
+        self._connector, self._looking = (
             Connector(
                 Client(
                     stated.address,
-                    identity,
-                    stated.client_options(BYTE_ROWS, "vllm-tier", is_lookup=is_lookup),
+                    model,
+                    stated.client_options(identity.BYTE_ROWS, "vllm-tier", is_lookup=is_lookup),
                 ),
                 durable=stated.durable,
             )
             for is_lookup in (False, True)
         )
-        self._connector, self._looking = loading, looking
         self._epoch = b""
-        self._lookups = _Lookups(tier_type, looking, self._digest)
+        self._lookups = _Lookups(tier_type, self._looking, self._digest)
         self._thread = DaemonThreads("kvstore-tier")
         self._room = max(1, stated.queue_bytes // self._rows.shape[1])
         self._waiting = 0
@@ -187,8 +175,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _store(self, job: Any) -> None:
         def chunks() -> list[Chunk]:
-            space = self._connector.client.namespace
-            named = [chunk_key(space, self._digest(key)) for key in job.keys]
+            named = self._connector.keys_of([self._digest(key) for key in job.keys])
             return list(map(Chunk, named, map(self._tensors, job_rows(job))))
 
         self._end(job, job.keys if self._connector.write_each(chunks) else ())
@@ -199,7 +186,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._end(job, keys[: self._connector.read(digests, room)])
 
     def _tensors(self, row: int) -> LayerTensors:
-        return byte_tensors(self._rows[int(row)])
+        return identity.byte_tensors(self._rows[int(row)])
 
     def _end(self, job: Any, done: Collection[bytes], *, counted: bool = True) -> None:
         is_whole = len(done) == len(job.keys)
@@ -245,7 +232,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         """
         with self._changes:
             self._changes.wait_for(lambda: not self._waiting)
-        self._epoch = os.urandom(EPOCH_BYTES)
+        self._epoch = os.urandom(identity.EPOCH_BYTES)
 
     def _digest(self, key: bytes) -> ChainDigest:
         return ChainDigest(blake3(self._epoch + bytes(key)).digest(length=DIGEST_BYTES))
@@ -287,10 +274,10 @@ def tier_model(config: Any, chunk_bytes: int, model_revision: str) -> Model:
     }
     return Model(
         model_id=config.model.name,
-        model_revision=weights_name(config.model.name, model_revision),
+        model_revision=identity.weights_name(config.model.name, model_revision),
         adapter_digest="none",
         quantization=f"vllm-chunks:{blake3(repr(layout).encode()).hexdigest()}",
-        layer_groups=(byte_group(chunk_bytes, "chunk_bytes"),),
-        rope=RopeParameters(0.0, 0, "none"),
+        layer_groups=(identity.byte_group(chunk_bytes, "chunk_bytes"),),
+        rope=identity.NO_ROPE,
         tokenizer_digest="vllm-block-hashes",
     )

@@ -88,8 +88,8 @@ def record(trace: BlockTrace, share: float) -> Samples:
     """Return features and labels, 1 for a chunk that is used again in time."""
     history = AccessHistory(trace.block_tokens)
     policy = _Recorder(history)
-    capacity_bytes = max(1, int(trace.blocks * share)) * BLOCK_BYTES
-    replay = BlockReplay(policy, history, capacity_bytes, min_rows=trace.blocks + 1)
+    places = max(1, int(trace.blocks * share))
+    replay = BlockReplay(policy, history, places, BLOCK_BYTES, ghosts=trace.blocks)
     longest = int(np.diff(trace.starts).max())
     flops = flops_of_blocks(longest, trace.block_tokens)
     is_full = trace.tokens == trace.block_tokens
@@ -97,9 +97,7 @@ def record(trace: BlockTrace, share: float) -> Samples:
         chain = trace.chain(request).tolist()
         if chain:
             facts = InsertInfo(tokens_full=bool(is_full[chain[-1]]), prompt_chunks=len(chain))
-            replay.request(
-                chain, BLOCK_BYTES, float(trace.times_s[request]), facts, flops[: len(chain)]
-            )
+            replay.request(chain, float(trace.times_s[request]), facts, flops[: len(chain)])
     if not policy.seen:
         return np.empty((0, len(FEATURES))), np.empty(0)
     patience_s = 2.0 * float(np.mean(policy.ages_s))

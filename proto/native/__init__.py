@@ -25,6 +25,7 @@ _BUILD = f"run python {LIBRARY.with_name('build.py')}"
 _P, _I, _I32, _F = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int32, ctypes.c_float
 _FUNCTIONS: dict[str, tuple[Any, tuple[Any, ...]]] = {
     "copy_summed": (None, (_P, ctypes.c_uint64, _I32)),
+    "copy_frame": (None, (_P, ctypes.c_uint64, _P, _P, _P, _I32, _I32)),
     "scatter_summed": (None, (_P, ctypes.c_uint64)),
     "read_summed": (ctypes.c_uint64, (_P, ctypes.c_uint64, _I32)),
     "split_bfloat16": (None, (_P, _P, _P, _I)),

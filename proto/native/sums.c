@@ -198,6 +198,34 @@ void LOOP(copy_summed)(piece *pieces, uint64_t count, int32_t is_past)
 #endif
 }
 
+/* Copies the *count* parts of a raw *frame* from it, or to it where *is_encode*, and writes the sum
+ * of each group to *found*. The pieces' ``from`` are offsets in the frame, *places* are where the
+ * parts lie: pieces are of a layout, and the same for all of its chunks. */
+void LOOP(copy_frame)(const piece *pieces, uint64_t count, uint64_t frame, const uint64_t *places,
+                      uint64_t *found, int32_t is_encode, int32_t is_past)
+{
+    sums s;
+    begin(&s);
+    for (uint64_t k = 0; k < count; k++) {
+        piece p = pieces[k];
+        uint64_t at = frame + p.from;
+        p.out = is_encode ? at : places[k];
+        p.from = is_encode ? places[k] : at;
+        int is_end = p.size != 0;
+        if (is_past && (p.out & 15) == 0)
+            copy_units(&s, &p, PAST, is_end);
+        else
+            copy_units(&s, &p, NEAR, is_end);
+        if (is_end) {
+            *found++ = digest(&s, p.size);
+            begin(&s);
+        }
+    }
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
 /* A piece that goes into a block of a cache. Where ``width`` is not 0 the block has it turned: of
  * ``tokens`` rows of ``width`` numbers, ``item`` bytes each, it has the columns one after another. */
 typedef struct {

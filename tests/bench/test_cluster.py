@@ -54,7 +54,7 @@ def test_one_node_hits_what_the_server_s_policy_hits() -> None:
         replay = BlockReplay(LruEviction(), AccessHistory(512), blocks)
         cluster = Cluster(ClusterTerms(1, blocks))
         for now_s, chain in enumerate(conversations(1500)):
-            replay.request(chain, 1, float(now_s))
+            replay.request(chain, float(now_s))
             cluster.request(chain)
         assert cluster.counts.local == replay.hit_blocks > 0
 

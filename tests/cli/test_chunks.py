@@ -12,7 +12,6 @@ from helpers.kvstore_command import Kvstore
 from helpers.local_server import LocalServer
 from helpers.prompts import SMALL, other_revision, store
 
-from kvstore.cli.chunks import parse_duration_ms
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey
 
 
@@ -112,8 +111,6 @@ def test_wrong_usage_is_told_by_field_before_any_server_is_asked(kvstore: Kvstor
     ):
         status, out, err = kvstore(*argv, "--address", "127.0.0.1:1")
         assert (status, out, err.startswith(f"kvstore: {field}=")) == (2, "", True), argv
-    for text, ms in (("250ms", 250), ("30s", 30_000), ("10min", 600_000), ("2h", 7_200_000)):
-        assert parse_duration_ms(text) == ms
 
 
 # --- one chunk

@@ -35,10 +35,10 @@ from kvstore.cli.app import (
     LOG_EVERY_S,
     SECTIONS,
     Grid,
-    app,
     command,
     followed,
     progress,
+    root,
 )
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.server.settings.settings import Settings
@@ -67,7 +67,7 @@ def commands(group: Any, start: str = "") -> dict[str, Any]:
     return found
 
 
-ROOT: Any = typer.main.get_command(app)
+ROOT: Any = typer.main.get_command(root)
 COMMANDS = commands(ROOT)
 
 
@@ -254,9 +254,9 @@ def test_the_port_of_an_address_is_the_servers_default() -> None:
     try:
         for given in known:
             with pytest.raises(SystemExit):
-                app(["probe", "--address", given])
+                root(["probe", "--address", given])
     finally:
-        app.registered_commands.pop()
+        root.registered_commands.pop()
     assert seen == list(known.values())
 
 

@@ -8,6 +8,7 @@ import random
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from conftest import ServerMaker
 from helpers.kvstore_command import Kvstore
@@ -387,9 +388,9 @@ def test_a_capacity_is_a_size_or_a_share() -> None:
 # --- the replay
 
 
-def make(name: str, capacity_bytes: int, min_rows: int = 1 << 18) -> BlockReplay:
+def make(name: str, places: int, ghosts: int = 1 << 18) -> BlockReplay:
     history = AccessHistory(512)
-    return BlockReplay(make_policy(name, history), history, capacity_bytes, min_rows=min_rows)
+    return BlockReplay(make_policy(name, history), history, places, ghosts=ghosts)
 
 
 def tree_trace(seed: int, requests: int = 400) -> Trace:
@@ -404,17 +405,18 @@ def tree_trace(seed: int, requests: int = 400) -> Trace:
     return sorted(trace, key=lambda one: one[1])
 
 
-def hits(replay: BlockReplay, trace: Trace, size_bytes: int = 10) -> list[int]:
-    return [replay.request(blocks, size_bytes, now_s) for blocks, now_s in trace]
+def hits(replay: BlockReplay, trace: Trace) -> list[int]:
+    return [replay.request(blocks, now_s) for blocks, now_s in trace]
 
 
 def test_a_prompt_evicts_none_of_its_own_blocks_and_what_is_too_large_is_not_stored() -> None:
-    replay = make("lru", 40)
-    replay.request([1, 2, 3, 4], 10, 0.0)
-    assert replay.request([1, 2, 5, 6, 7, 8], 10, 1.0) == 2
-    assert replay.request([1, 2, 5, 6, 7, 8], 10, 2.0) == 4
-    assert replay.request([9], 41, 3.0) == replay.request([9], 41, 4.0) == 0
-    assert (replay.used_bytes, replay.blocks, replay.hit_blocks) == (40, 18, 6)
+    replay = make("lru", 4)
+    replay.request([1, 2, 3, 4], 0.0)
+    assert replay.request([1, 2, 5, 6, 7, 8], 1.0) == 2
+    assert replay.request([1, 2, 5, 6, 7, 8], 2.0) == 4
+    assert (replay.used, replay.blocks, replay.hit_blocks) == (4, 16, 6)
+    none = make("lru", 0)
+    assert none.request([9], 3.0) == none.request([9], 4.0) == none.used == 0
 
 
 def plain_lru(trace: Trace, places: int) -> list[int]:
@@ -439,35 +441,31 @@ def test_lru_hits_what_a_list_in_order_of_use_hits_whatever_is_forgotten(
 ) -> None:
     trace = [(list(dict.fromkeys(blocks)), now_s) for blocks, now_s in tree_trace(seed)]
     wanted = plain_lru(trace, places)
-    assert hits(make("lru", 10 * places), trace) == wanted
-    assert hits(make("lru", 10 * places, min_rows=60), trace) == wanted
+    assert hits(make("lru", places), trace) == wanted
+    assert hits(make("lru", places, ghosts=60), trace) == wanted
 
 
-@pytest.mark.parametrize("name", ["lru", "hit_density"])
-def test_bytes_add_up_after_every_request_of_any_size_hint_and_time(name: str) -> None:
-    draw, replay = random.Random(7), make(name, 1_000)
-    for number, (blocks, now_s) in enumerate(tree_trace(2)):
-        if number % 3 == 0:  # blocks that come twice, or behind others
-            blocks = [draw.randrange(60) for _ in range(draw.randrange(12))]
+@pytest.mark.parametrize("name", POLICIES)
+def test_what_is_here_is_whole_chains_and_no_more_than_has_room_whatever_the_hint_and_time(
+    name: str,
+) -> None:
+    draw, replay = random.Random(7), make(name, 40)
+    parents: dict[int, int] = {}
+    for blocks, now_s in tree_trace(2):
+        parents |= zip(blocks, [0, *blocks], strict=False)
         facts = InsertInfo(tokens_full=draw.random() < 0.5, reuse=draw.randrange(3))
-        at_s = draw.choice((now_s, now_s, 1e12, -1e12))
-        hit = replay.request(blocks, draw.choice((10, 25, 60)), at_s, facts)
+        hit = replay.request(blocks, draw.choice((now_s, now_s, 1e12, -1e12)), facts)
         assert 0 <= hit <= len(blocks)
-        assert sum(replay._sizes) == replay.used_bytes <= 1_000
+        here = {row for row, is_here in enumerate(replay._here) if is_here}
+        assert len(here) == replay.used <= 40
+        assert {parents[row] for row in here} <= here | {0}
 
 
 @pytest.mark.parametrize("name", ["lru", "hit_density"])
 def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(name: str) -> None:
-    replay = make(name, 200, min_rows=100)
+    replay = make(name, 20, ghosts=100)
     for step in range(500):
-        replay.request([1, 10 * step + 2, 10 * step + 3], 10, float(step))
-        assert len(replay) <= 110
-    assert replay.request([1, 4992, 4993], 10, 500.0) == 3
-    assert replay.request([1, 12, 13], 10, 501.0) == 1
-
-
-def test_a_capacity_or_a_size_that_is_none_is_refused_by_name() -> None:
-    with pytest.raises(InvalidRequestError, match="capacity_bytes"):
-        make("lru", -1)
-    with pytest.raises(InvalidRequestError, match="block_bytes"):
-        make("lru", 10).request([1], 0, 0.0)
+        replay.request([1, 10 * step + 2, 10 * step + 3], float(step))
+        assert np.count_nonzero(replay._history.hits) <= 20 + 100
+    assert replay.request([1, 4992, 4993], 500.0) == 3
+    assert replay.request([1, 12, 13], 501.0) == 1

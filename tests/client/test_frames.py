@@ -438,7 +438,7 @@ def test_prefix_ends_before_a_copy_that_is_less_accurate_than_was_asked_for(
     for count, least in enumerate(stated, 1):
         found, broken = reader.read(Wanted(session, KEYS, accuracy=least), iter(frames))
         assert_right(found, count)
-        assert [one.stated.accuracy for one in found] == stated[:count]
+        assert [one.header.stated.accuracy for one in found] == stated[:count]
         assert broken is None
 
 

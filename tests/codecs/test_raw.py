@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from kvstore.codecs.base import codec_by_name, empty_tensors
 from kvstore.codecs.lossless import LosslessCodec
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.raw import RawCodec, places_of, raw_pieces
 from kvstore.codecs.slices import (
     copy_kept,
     cut,
@@ -39,6 +39,7 @@ from kvstore.codecs.slices import (
     place_cut,
 )
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
+from kvstore.proto import native
 from kvstore.proto.buffers import LOOP_FROM_BYTES, Bytes, as_bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import (
@@ -84,6 +85,72 @@ def test_a_frame_left_to_its_receiver_to_sum_is_the_same_when_that_did(
     RawCodec().encode(template(layout, flags=1 | FLAG_UNSUMMED), tensors, left)
     copy_frame(out, left, template(layout).key)
     assert np.array_equal(out, wanted)
+
+
+TWO_KINDS = KVLayout(
+    (
+        Component(LayerKind.attention, DType.float16, 2, 2, 64, 16),
+        Component(LayerKind.window, DType.float16, 3, 1, 64, 8, 16),
+        Component(LayerKind.mla, DType.float32, 2, 1, 64, 16),
+    )
+)
+
+
+def _moved(tensors: Tensors, by: int) -> Tensors:
+    """Return a copy of *tensors* of which each part begins *by* bytes off a boundary of 64."""
+
+    def copy(part: np.ndarray) -> np.ndarray:
+        memory = np.zeros(part.nbytes + 128, np.uint8)
+        start = -memory.ctypes.data % 64 + by
+        moved = memory[start : start + part.nbytes].view(part.dtype).reshape(part.shape)
+        np.copyto(moved, part)
+        return moved
+
+    return [[list(map(copy, parts)) for parts in layers] for layers in tensors]
+
+
+@pytest.mark.parametrize("path", native.paths())
+@pytest.mark.parametrize("layout", [TWO_KINDS, LARGE], ids=["kinds", "large"])
+def test_every_path_of_the_loop_copies_and_sums_a_frame_as_is_done_layer_by_layer(
+    path: str, layout: KVLayout
+) -> None:
+    loops, whole = native.loops(path), filled(layout, random_bits)
+    wanted = encoded(RawCodec(), strided(whole), layout)
+    header = parse_header(wanted)
+    stated = header.segments["checksum"].tolist()
+    for by, lacks in [(0, False), (4, False), (0, layout is TWO_KINDS)]:
+        tensors = _moved(whole, by)
+        if lacks:
+            tensors[1] = []
+        places, pieces = places_of(tensors), raw_pieces(layout, tensors)
+        assert places is not None
+        assert pieces is not None
+        sums = [stated[segment] for segment in pieces.segments]
+        framed = np.full(len(wanted) + 64, 7, np.uint8)
+        assert pieces.copy(framed, places, is_encode=True, native=loops) == sums
+        start = header.header_bytes
+        assert lacks or np.array_equal(framed[start : len(wanted)], wanted[start:])
+        assert set(framed[len(wanted) :].tolist()) == {7}
+        out = _moved([[[np.zeros_like(p) for p in ps] for ps in ls] for ls in tensors], by)
+        assert pieces.copy(wanted, places_of(out) or [], native=loops) == sums
+        assert same(out, tensors)
+
+
+@pytest.mark.parametrize("layout", [SMALL, TWO_KINDS, LARGE], ids=["small", "kinds", "large"])
+def test_a_byte_of_any_layer_that_changed_is_found(layout: KVLayout) -> None:
+    frame = encoded(RawCodec(), filled(layout, random_bits), layout)
+    header = parse_header(frame)
+    for row in header.segments:
+        damaged = frame.copy()
+        damaged[int(row["offset"]) + int(row["stored_bytes"]) - 1] ^= 1
+        with pytest.raises(ChunkCorruptError, match="fails its checksum"):
+            RawCodec().decode_into(header, damaged, empty_tensors(layout))
+
+
+def test_a_frame_that_is_cut_short_is_not_read_past_its_end() -> None:
+    frame = encoded(RawCodec(), filled(LARGE, random_bits), LARGE)
+    with pytest.raises(InvalidFrameError, match="stored_bytes"):
+        RawCodec().decode_into(parse_header(frame), frame[:-1], empty_tensors(LARGE))
 
 
 @pytest.mark.parametrize("size", [0, LAYER_BYTES - 2, LAYER_BYTES - 1, LAYER_BYTES + 64])

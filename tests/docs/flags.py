@@ -14,7 +14,7 @@ from docs.blocks import ROOT
 from typer.core import TyperGroup
 
 import kvstore.cli.__main__  # noqa: F401 - registers the commands
-from kvstore.cli.app import app
+from kvstore.cli.app import root
 from kvstore.server.settings.loading import flag_of
 from kvstore.server.settings.settings import Settings
 
@@ -43,7 +43,7 @@ def _check_server(words: Words) -> None:
 
 def verb_of(words: Words) -> tuple[Any, tuple[str, ...], set[str]]:
     """Return the command that words after ``kvstore`` name, its path, and the flags it takes."""
-    command: Any = typer.main.get_command(app)
+    command: Any = typer.main.get_command(root)
     path: list[str] = []
     known: set[str] = {"--help"}
     rest = list(words)

@@ -27,7 +27,6 @@ from kvstore.proto.buffers import (
     copy_by_loop,
     copy_bytes,
     copy_groups,
-    copy_many,
     read_by_loop,
     read_summed,
 )
@@ -183,9 +182,6 @@ def test_what_the_loop_takes_and_what_it_does_not_is_copied_and_summed_alike() -
             assert copy_groups(groups) == wanted
             assert np.array_equal(out, data)
             assert (framed[0], framed[-1]) == (0, 0)
-        out[:] = 0
-        copy_many(pieces)
-        assert np.array_equal(out, data)
 
 
 def test_a_piece_of_another_length_is_refused() -> None:

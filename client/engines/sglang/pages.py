@@ -422,7 +422,7 @@ class PageStore(Connector):
 
     def count(self, hashes: Sequence[str]) -> int:
         """Return how many of the first of *hashes* are stored."""
-        return self.ask(lambda: self.client.lookup(keys=self._keys(digests_of(hashes))).ready, 0)
+        return self.ask(lambda: self.client.lookup(keys=self.keys_of(digests_of(hashes))).ready, 0)
 
     def load(self, hashes: Sequence[str], places: Sequence[LayerTensors]) -> int:
         """Read the longest stored prefix of *hashes* into *places*; return how many pages.
@@ -431,7 +431,7 @@ class PageStore(Connector):
         """
 
         def get() -> int:
-            keys = self._keys(digests_of(hashes))
+            keys = self.keys_of(digests_of(hashes))
             return len(self.client.get_chunks(keys, places, shard=self.shard))
 
         read = self.ask(get, 0)
@@ -453,7 +453,7 @@ class PageStore(Connector):
         def chunks() -> list[Chunk]:
             digests = digests_of(hashes)
             above = [*(digests_of(before[-1:]) or [ROOT]), *digests]
-            pages = zip(self._keys(digests), places, strict=True)
+            pages = zip(self.keys_of(digests), places, strict=True)
             size, first = self._pool.page_size, len(before)
             return [
                 Chunk(key, place, parent=above[at], position=(first + at) * size)
@@ -513,7 +513,7 @@ class AuxPoolStore(Connector):
         return taken
 
     def _pages(self, hashes: Sequence[str], slots: Sequence[int]) -> list[Chunk]:
-        keys = self._keys(digests_of(hashes))
+        keys = self.keys_of(digests_of(hashes))
         pages = [self._pool.get_data_page(slot).contiguous() for slot in slots]
         return [Chunk(key, _rows(page)) for key, page in zip(keys, pages, strict=True)]
 

@@ -18,6 +18,7 @@ from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 
 from kvstore.client.chunk import Chunk, LayerTensors, to_array
 from kvstore.client.engines.base import Connector
@@ -50,19 +51,18 @@ def side_by_side(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return pages[..., :head_dim], pages[..., head_dim:]
 
 
-def keys_transposed(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V where a head has K as (head_dim, tokens), then V as (tokens, head_dim)."""
-    blocks, heads, tokens, width = pages.shape
-    rows = pages.view(blocks, heads, 2 * tokens, width // 2)
-    keys = rows[:, :, :tokens].view(blocks, heads, width // 2, tokens)
-    return keys.transpose(2, 3), rows[:, :, tokens:]
-
-
 def one_after_the_other(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """Return K and V where a head has all K, then all V, both (tokens, head_dim)."""
     blocks, heads, tokens, width = pages.shape
-    rows = pages.view(blocks, heads, 2 * tokens, width // 2)
-    return rows[:, :, :tokens], rows[:, :, tokens:]
+    both = pages.view(blocks, heads, 2 * tokens, width // 2)
+    return both[:, :, :tokens], both[:, :, tokens:]
+
+
+def keys_transposed(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return K and V where a head has K as (head_dim, tokens), then V as (tokens, head_dim)."""
+    keys, values = one_after_the_other(pages)
+    blocks, heads, tokens, head_dim = keys.shape
+    return keys.view(blocks, heads, head_dim, tokens).transpose(2, 3), values
 
 
 def rows(pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -83,12 +83,10 @@ def detect_block_layout(
     layout reads back what was written.
     """
     _, heads, tokens, width = pages.shape
-    scratch = _scratch(pages)
-    seed = torch.Generator().manual_seed(7)
-    noise = [
-        _noise((tokens, heads, width // parts), seed).to(pages.device, kept or pages.dtype)
-        for _ in range(parts)
-    ]
+    scratch, seed = _scratch(pages), torch.Generator().manual_seed(7)
+    normal = [torch.randn((tokens, heads, width // parts), generator=seed) for _ in range(parts)]
+    # No zero among it in fp8: kernels do not keep the sign of those.
+    noise = [(n + n.sign() / 2).to(pages.device, kept or pages.dtype) for n in normal]
     slots = torch.arange(tokens, device=pages.device) + _PROBED_BLOCK * tokens
     try:
         write(noise, scratch, slots)
@@ -96,14 +94,11 @@ def detect_block_layout(
         fix = f"this attention backend does not write it: {error}"
         raise LayoutMismatchError("pages", str(pages.dtype), fix) from None
     for packing in BLOCK_LAYOUTS if parts == 2 else (rows,):
-        try:
+        with suppress(RuntimeError):  # torch has no view of such strides as this packing is
             found = [part[_PROBED_BLOCK].permute(1, 0, 2) for part in packing(scratch)]
-        except RuntimeError:  # torch has no view of such strides as this packing is
-            continue
-        if all(
-            torch.equal(one, other.view(one.dtype)) for one, other in zip(found, noise, strict=True)
-        ):
-            return packing
+            pairs = zip(found, noise, strict=True)
+            if all(torch.equal(one, other.view(one.dtype)) for one, other in pairs):
+                return packing
     raise LayoutMismatchError(
         "pages", f"{pages.dtype} in blocks of {tokens}", "this attention backend packs otherwise"
     )
@@ -115,12 +110,6 @@ def _scratch(pages: torch.Tensor) -> torch.Tensor:
     order = sorted(range(4), key=pages.stride, reverse=True)
     empty = torch.zeros([sizes[at] for at in order], dtype=pages.dtype, device=pages.device)
     return empty.permute([order.index(at) for at in range(4)])
-
-
-def _noise(shape: tuple[int, int, int], seed: torch.Generator) -> torch.Tensor:
-    """Return numbers none of which is a zero in fp8: kernels do not keep the sign of those."""
-    normal = torch.randn(shape, generator=seed)
-    return normal + normal.sign() / 2
 
 
 def block_layouts_of(
@@ -171,60 +160,49 @@ def _check(shape: KVCacheShape, group: LayerGroupShape, pages: torch.Tensor) -> 
 
 
 @dataclass(frozen=True, slots=True, eq=False)
-class LayerPages:
-    """Pages of one layer in CPU memory: as they were registered, and each part as unsigned
-    integers, (blocks, kv_heads, block_tokens, head_dim). ``table`` names its blocks."""
+class GroupPages:
+    """Pages of the layers of one group in CPU memory, as they were registered.
 
-    table: int
-    whole: torch.Tensor
-    parts: tuple[Part, ...]
+    ``parts``: of each layer, as unsigned integers, (blocks, kv_heads, block_tokens, head_dim).
+    ``alike``: what copies of all layers at once need, where these are alike and have one table.
+    """
+
+    shape: LayerGroupShape
+    layout: BlockLayout
+    whole: list[torch.Tensor]
+    parts: list[list[Part]]
+    alike: Alike | None
 
 
-@dataclass(frozen=True, slots=True, eq=False)
 class EnginePages:
-    """The pages of every layer in CPU memory, in the order of the shape's groups."""
+    """The pages of every layer in CPU memory, in the order of the shape's groups.
 
-    shape: KVCacheShape
-    groups: tuple[tuple[LayerPages, ...], ...]
-    layouts: tuple[BlockLayout, ...]
-    alike: tuple[Alike | None, ...]
-    """Of each group whose layers have one table and are alike."""
+    Raises LayoutMismatchError at birth for pages that are not understood.
+    """
 
-    @classmethod
-    def of(
-        cls,
+    def __init__(
+        self,
         shape: KVCacheShape,
         registered: Mapping[str, torch.Tensor],
         writer: Callable[[str], BlockWriter],
-    ) -> EnginePages:
-        """Return the pages in *registered*, as ``block_layouts_of`` takes them."""
+    ) -> None:
         layouts = block_layouts_of(shape, registered, writer)
         for name, pages in registered.items():
             if pages.device.type != "cpu" or pages.shape[2] != shape.block_tokens:
                 fix = f"blocks of {shape.block_tokens} tokens in CPU memory"
                 raise LayoutMismatchError(name, (str(pages.device), tuple(pages.shape)), fix)
+        self.shape = shape
+        self.groups: list[GroupPages] = []
+        for group, layout in zip(shape.groups, layouts, strict=True):
+            whole = [registered[layer.name] for layer in group.layers]
+            parts = [[_unsigned(part) for part in layout(each)] for each in whole]
+            alike = Alike.of(parts) if len(group.tables) == 1 else None
+            self.groups.append(GroupPages(group, layout, whole, parts, alike))
 
-        def layer(table: int, whole: torch.Tensor, layout: BlockLayout) -> LayerPages:
-            arrays = [to_array(part) for part in layout(whole)]
-            return LayerPages(table, whole, tuple(a.view(f"u{a.dtype.itemsize}") for a in arrays))
 
-        groups = tuple(
-            tuple(layer(one.table, registered[one.name], layout) for one in group.layers)
-            for group, layout in zip(shape.groups, layouts, strict=True)
-        )
-        alike = tuple(
-            Alike.of([layer.parts for layer in layers]) if len(group.tables) == 1 else None
-            for group, layers in zip(shape.groups, groups, strict=True)
-        )
-        return cls(shape, groups, layouts, alike)
-
-    def chunk_bytes(self, chunk_blocks: int) -> int:
-        """Return the bytes of a chunk of so many blocks."""
-        return sum(
-            self.shape.kept_blocks(group, chunk_blocks) * layer.whole[0].nbytes
-            for group, layers in zip(self.shape.groups, self.groups, strict=True)
-            for layer in layers
-        )
+def _unsigned(part: torch.Tensor) -> Part:
+    array = to_array(part)
+    return array.view(f"u{array.itemsize}")
 
 
 def windows_left(shape: KVCacheShape, tables: BlockTables) -> bool | None:
@@ -283,7 +261,7 @@ class BlockTarget:
             [NULL_BLOCK if at < kept_blocks else block for at, block in enumerate(table)]
             for table in tables
         ]
-        self._spill: list[tuple[LayerPages, list[int], list[Part]]] = []
+        self._spill: list[tuple[Part, Part, list[int]]] = []
 
     def tensors(self, layout: KVLayout) -> AnyTensors:
         """Return where the tensors of the chunk, which is of *layout*, go.
@@ -291,64 +269,40 @@ class BlockTarget:
         Raises LayoutMismatchError when it does not have what this load needs of it.
         """
         self._spill.clear()  # of a read that was begun again
-        spans: dict[tuple[int, int], BlockSpan | None] = {}
-        pages = self._pages
-        wanted = components_of(pages.shape, layout, self._tables)
-        every = zip(wanted, pages.groups, pages.alike, strict=True)
+        wanted = components_of(self._pages.shape, layout, self._tables)
         return [
-            self._layers(layers, alike, component, spans) if is_wanted else []
-            for (component, is_wanted), layers, alike in every
+            self._layers(group, component) if is_wanted else []
+            for group, (component, is_wanted) in zip(self._pages.groups, wanted, strict=True)
             if component is not None
         ]
 
-    def _layers(
-        self,
-        layers: Sequence[LayerPages],
-        alike: Alike | None,
-        component: Component,
-        spans: dict[tuple[int, int], BlockSpan | None],
-    ) -> Sequence[Sequence[AnyPart]]:
-        if alike is not None:
-            span = self._span(layers[0].table, component.tokens, spans)
-            if span is not None:
-                return BlockLayers([layer.parts for layer in layers], alike, span)
-        return [self._layer(layer, component, spans) for layer in layers]
-
-    def _span(
-        self, table: int, tokens: int, spans: dict[tuple[int, int], BlockSpan | None]
-    ) -> BlockSpan | None:
-        """Return where the last *tokens* of a table go; None where some go nowhere."""
-        if (table, tokens) not in spans:  # the same for all layers of a table
-            ids, size = self._ids(table, tokens), self._pages.shape.block_tokens
-            array = np.asarray(ids, np.intp)
-            spans[table, tokens] = BlockSpan.of(array, size, 0, tokens) if all(ids) else None
-        return spans[table, tokens]
-
-    def _ids(self, table: int, tokens: int) -> list[int]:
-        return self._tables[table][-(tokens // self._pages.shape.block_tokens) :]
-
-    def _layer(
-        self,
-        layer: LayerPages,
-        component: Component,
-        spans: dict[tuple[int, int], BlockSpan | None],
-    ) -> list[AnyPart]:
-        span = self._span(layer.table, component.tokens, spans)
-        if span is not None:
-            return [BlockPart(part, span) for part in layer.parts]
-        item = f"u{component.dtype.item_bytes}"
-        spill: list[Part] = [np.empty(component.shape, item) for _ in layer.parts]
-        self._spill.append((layer, self._ids(layer.table, component.tokens), spill))
-        return list(spill)
+    def _layers(self, group: GroupPages, component: Component) -> Sequence[Sequence[AnyPart]]:
+        tokens, size = component.tokens, self._pages.shape.block_tokens
+        ids = {table: self._tables[table][-(tokens // size) :] for table in group.shape.tables}
+        spans = {
+            table: BlockSpan.of(np.asarray(blocks, np.intp), size, 0, tokens)
+            for table, blocks in ids.items()
+            if NULL_BLOCK not in blocks
+        }
+        if group.alike is not None and spans:
+            return BlockLayers(group.parts, group.alike, *spans.values())
+        found: list[list[AnyPart]] = []
+        for layer, parts in zip(group.shape.layers, group.parts, strict=True):
+            if layer.table in spans:
+                found.append([BlockPart(part, spans[layer.table]) for part in parts])
+                continue
+            spill = [np.empty(component.shape, part.dtype) for part in parts]
+            self._spill += [(*pair, ids[layer.table]) for pair in zip(parts, spill, strict=True)]
+            found.append([*spill])
+        return found
 
     def finish(self) -> None:
         """Bring in what spilled. Call once, when the chunk has been read."""
         tokens = self._pages.shape.block_tokens
-        for layer, ids, spill in self._spill:
-            for part, found in zip(layer.parts, spill, strict=True):
-                for at, block in enumerate(ids):
-                    if block != NULL_BLOCK:
-                        part[block] = found[:, at * tokens : (at + 1) * tokens]
+        for part, found, ids in self._spill:
+            for at, block in enumerate(ids):
+                if block != NULL_BLOCK:
+                    part[block] = found[:, at * tokens : (at + 1) * tokens]
 
 
 # --- stores and loads beside the engine
@@ -392,8 +346,8 @@ class LoadJob:
 
 
 class HostSide:
-    """Where an engine's pages lie, as a worker loads into them and stores out of them: in CPU
-    memory. Copied beside the engine, read straight into the blocks. ``DeviceSide`` is the other.
+    """An engine's pages in CPU memory, as a worker loads into them and stores out of them: copied
+    beside the engine, read straight into the blocks. ``DeviceSide`` is the other.
     """
 
     waits_in_pages = False
@@ -405,7 +359,11 @@ class HostSide:
         self._pages = pages
         self._connector = connector
         self._chunk_blocks = chunk_blocks
-        self.chunk_bytes = pages.chunk_bytes(chunk_blocks)
+        self.chunk_bytes = sum(
+            pages.shape.kept_blocks(group.shape, chunk_blocks) * layer[0].nbytes
+            for group in pages.groups
+            for layer in group.whole
+        )
         self.idle: list[BlockGather] = []
 
     def copies(self, chunks: Sequence[BlockTables]) -> list[BlockCopy]:
@@ -492,10 +450,9 @@ class BlockGather:
 
     def __init__(self, pages: EnginePages, chunk_blocks: int) -> None:
         self._shape = pages.shape
-        every = zip(pages.shape.groups, pages.groups, pages.layouts, strict=True)
         self._groups = [
-            _GroupGather(layers, layout, pages.shape.kept_blocks(group, chunk_blocks))
-            for group, layers, layout in every
+            _GroupGather(group, pages.shape.kept_blocks(group.shape, chunk_blocks))
+            for group in pages.groups
         ]
 
     def take(self, tables: BlockTables) -> Staged | None:
@@ -512,33 +469,30 @@ class BlockGather:
 
 
 class _GroupGather:
-    """Memory for the last *kept* blocks of a chunk, of each of *layers*."""
+    """Memory for the last *kept* blocks of a chunk, of each layer of *group*."""
 
-    def __init__(self, layers: Sequence[LayerPages], layout: BlockLayout, kept: int) -> None:
+    def __init__(self, group: GroupPages, kept: int) -> None:
         self._kept = kept
-        self._tables = [layer.table for layer in layers]
-        self._pages = [to_array(layer.whole) for layer in layers]
-        block = layers[0].whole[0]
-        count = len(layers) * kept
-        reach = sum(
-            (size - 1) * step for size, step in zip(block.shape, block.stride(), strict=True)
-        )
+        self._tables = [layer.table for layer in group.shape.layers]
+        self._pages = [to_array(whole) for whole in group.whole]
+        layers, block = len(group.whole), group.whole[0][0]
+        steps = zip(block.shape, block.stride(), strict=True)
+        reach = sum((size - 1) * step for size, step in steps)
         is_run = reach + 1 == block.numel() and not block.nbytes % LOOP_UNIT_BYTES
-        copied = torch.empty((count, *block.shape), dtype=block.dtype)
+        copied = torch.empty((layers * kept, *block.shape), dtype=block.dtype)
         if is_run:  # its elements follow each other in whatever order
             copied = copied.as_strided(copied.shape, (block.numel(), *block.stride()))
-        self._copies = to_array(copied).reshape(len(layers), kept, *block.shape)
-        parts = [to_array(part) for part in layout(copied)]
-        self._stack = BlockStack(
-            [p.view(f"u{p.itemsize}").reshape(len(layers), kept, *p.shape[1:]) for p in parts]
-        )
-        self._rows: np.ndarray[tuple[int, int], np.dtype[np.uint64]] | None = None
+        self._copies = to_array(copied).reshape(layers, kept, *block.shape)
+        parts = [_unsigned(part) for part in group.layout(copied)]
+        self._stack = BlockStack([part.reshape(layers, kept, *part.shape[1:]) for part in parts])
+        self._rows: NDArray[np.uint64] | None = None
         if is_run:  # as ``copy_summed`` takes them: where to, from where, units, size, sum
+            count, size = layers * kept, block.nbytes
             self._rows = np.zeros((count, 5), np.uint64)
-            self._rows[:, 0] = copied.data_ptr() + np.arange(count) * block.nbytes
-            self._rows[:, 2] = block.nbytes // LOOP_UNIT_BYTES
-            self._rows[-1, 3] = count * block.nbytes
-            self._starts = np.array([[layer.whole.data_ptr()] for layer in layers])
+            self._rows[:, 0] = copied.data_ptr() + np.arange(count) * size
+            self._rows[:, 2] = size // LOOP_UNIT_BYTES
+            self._rows[-1, 3] = count * size
+            self._starts = np.array([[whole.data_ptr()] for whole in group.whole])
             self._steps = np.array([[pages.strides[0]] for pages in self._pages])
 
     def take(self, tables: BlockTables) -> BlockStack:

@@ -13,38 +13,26 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, kv_events
 from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.base import (
-    KVConnectorBase_V1,
-    KVConnectorMetadata,
-    KVConnectorRole,
-    KVConnectorWorkerMetadata,
-    SupportsHMA,
-)
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
     KVConnectorPromMetrics,
     KVConnectorStats,
 )
 from vllm.logger import init_logger
 from vllm.v1.core import kv_cache_utils
-from vllm.v1.core.kv_cache_utils import (
-    generate_block_hash_extra_keys,
-    maybe_convert_block_hash,
-    resolve_block_hashes,
-    resolve_kv_cache_block_sizes,
-)
 from vllm.v1.core.sched import output as sched_output
 from vllm.v1.kv_cache_interface import KVCacheConfig, get_kv_cache_spec_kind
 
 from kvstore.client.chunk import Shard
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
+from kvstore.client.engines.identity import BYTE_ROWS, NO_ROPE, byte_group
 from kvstore.client.engines.vllm.blocks import BlockWriter, with_heads
 from kvstore.client.engines.vllm.events import EventMaker, KVEvents
 from kvstore.client.engines.vllm.identity import KVCacheShape, model_of, shape_of
@@ -61,19 +49,13 @@ from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.client.options import ClientOptions
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, ModelError
-from kvstore.proto.types import (
-    DEFAULT_CHUNK_TOKENS,
-    END_KINDS,
-    DType,
-    LayerGroup,
-    LayerKind,
-    Model,
-    RopeParameters,
-)
+from kvstore.proto.types import DEFAULT_CHUNK_TOKENS, END_KINDS, Model
 
 __all__ = ["KVStoreConnector"]
 
 logger = init_logger(f"vllm.{__name__}")
+
+Half: TypeAlias = VllmScheduler | VllmWorker
 
 OLDEST, NEWEST = (0, 26), (0, 33)
 """Releases that the connector is written for. vLLM's interface of connectors changes with them;
@@ -89,14 +71,14 @@ event_keys: Callable[[list[Any]], Any] = getattr(
 
 
 @dataclass
-class StepMetadata(KVConnectorMetadata):  # type: ignore[misc]
+class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
     """The plan of a step, on its way to the workers."""
 
     plan: StepPlan = field(default_factory=StepPlan)
 
 
 @dataclass
-class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
+class WorkerMetadata(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
     """What workers report, on its way to the scheduler."""
 
     report: WorkerReport
@@ -106,7 +88,7 @@ class WorkerMetadata(KVConnectorWorkerMetadata):  # type: ignore[misc]
         return WorkerMetadata(self.report.joined(other.report))
 
 
-class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
+class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
     """One side of the connector: the scheduler's, or that of one worker. vLLM calls each for what
     is its own.
     """
@@ -115,25 +97,24 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
     _worker: VllmWorker
 
     def __init__(
-        self, vllm_config: VllmConfig, role: KVConnectorRole, kv_cache_config: Any
+        self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: Any
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
-        transfer = vllm_config.kv_transfer_config
-        settings = VllmSettings.of(transfer.kv_connector_extra_config)
-        self._layers = vllm_config.compilation_config.static_forward_context
+        settings = VllmSettings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._tables = FollowedTables()
         self._registered: dict[str, torch.Tensor] = {}
         self._dropped: dict[str, torch.Tensor] = {}
         if warning := untested():
             logger.warning(warning)
-        half = _scheduler if role == KVConnectorRole.SCHEDULER else _worker
+        is_scheduler = role == base.KVConnectorRole.SCHEDULER
+        half = _scheduler if is_scheduler else _worker
         try:
             shape = shape_of(vllm_config, kv_cache_config)
             check_loads_can_fail(shape)
             side = half(vllm_config, settings, shape, kv_cache_config)
         except (*INCOMPATIBLE, KVStoreError, OSError) as error:
             logger.error("running without the store: %s: %s", type(error).__name__, error)
-            side = _refused(vllm_config, settings, error, is_scheduler=half is _scheduler)
+            side = _refused(vllm_config, settings, error, is_scheduler=is_scheduler)
         self._side = side
         if isinstance(side, VllmScheduler):
             self._scheduler = side
@@ -163,7 +144,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         if num_external_tokens:
             self._scheduler.on_alloc(request, num_external_tokens, blocks.get_block_ids())
 
-    def build_connector_meta(self, scheduler_output: Any) -> KVConnectorMetadata:
+    def build_connector_meta(self, scheduler_output: Any) -> base.KVConnectorMetadata:
         """Return the plan of a step."""
         if HAS_BLOCK_TABLES:
             tables_of = scheduler_output.kv_connector_block_state.get_block_ids
@@ -231,10 +212,11 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
             self.register_kv_caches(dropped)
 
     def _writer(self, layer_name: str) -> BlockWriter:
+        layers = self._vllm_config.compilation_config.static_forward_context
         dtype = self._vllm_config.model_config.dtype
-        return block_writer(layer_name, self._layers.get(layer_name), dtype)
+        return block_writer(layer_name, layers.get(layer_name), dtype)
 
-    def handle_preemptions(self, kv_connector_metadata: KVConnectorMetadata) -> None:
+    def handle_preemptions(self, kv_connector_metadata: base.KVConnectorMetadata) -> None:
         """Copy what is still to be stored of blocks that the step is about to write to."""
         self._worker.save_before_overwrite(_plan_in(kv_connector_metadata))
 
@@ -269,7 +251,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):  # type: ignore[misc]
         """Return the blocks that vLLM has to compute after all."""
         return self._worker.failed_blocks()
 
-    def build_connector_worker_meta(self) -> KVConnectorWorkerMetadata | None:
+    def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
         """Return what the scheduler has to learn."""
         report = self._worker.report()
         return WorkerMetadata(report) if report is not None else None
@@ -318,9 +300,8 @@ def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
         if len(parts) == 2:
             if parts[0].element_size() == 1:
                 scales = (layer._k_scale_float, layer._v_scale_float)
-                parts = [
-                    (p.float() * scale).to(dtype) for p, scale in zip(parts, scales, strict=True)
-                ]
+                pairs = zip(parts, scales, strict=True)
+                parts = [(part.float() * scale).to(dtype) for part, scale in pairs]
             layer.impl.do_kv_cache_update(layer, *parts, pages, slots)
             return
         latents, rank = parts[0], layer.kv_lora_rank
@@ -335,16 +316,16 @@ def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
 def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: KVCacheShape) -> EventMaker:
     """Return how vLLM makes events of blocks, for the KV cache groups that keep all of a prompt."""
     block_tokens = shape.block_tokens
-    _, hash_tokens = resolve_kv_cache_block_sizes(cache, config)
+    _, hash_tokens = kv_cache_utils.resolve_kv_cache_block_sizes(cache, config)
     kinds = [get_kv_cache_spec_kind(group.kv_cache_spec) for group in cache.kv_cache_groups]
     ends = {table for group in shape.groups if group.kind in END_KINDS for table in group.tables}
 
     def hashes(request: Any) -> list[Any]:
-        found = resolve_block_hashes(request.block_hashes, hash_tokens, block_tokens)
-        return [maybe_convert_block_hash(one) for one in found]
+        found = kv_cache_utils.resolve_block_hashes(request.block_hashes, hash_tokens, block_tokens)
+        return [kv_cache_utils.maybe_convert_block_hash(one) for one in found]
 
     def extra_keys(request: Any, start: int, stop: int) -> Any:
-        keys, _ = generate_block_hash_extra_keys(request, start, stop, 0)
+        keys, _ = kv_cache_utils.generate_block_hash_extra_keys(request, start, stop, 0)
         return (event_keys([keys]) or [None])[0]
 
     groups = [(at, kind.value) for at, kind in enumerate(kinds) if at not in ends]
@@ -362,7 +343,7 @@ def publishes_events(config: VllmConfig) -> bool:
 
 def _scheduler(
     config: VllmConfig, settings: VllmSettings, shape: KVCacheShape, cache: KVCacheConfig
-) -> VllmScheduler | VllmWorker:
+) -> Half:
     transfer = config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
         fix = 'set it to "recompute": else vLLM ends a request whose load failed'
@@ -384,7 +365,7 @@ def _scheduler(
 
 def _worker(
     config: VllmConfig, settings: VllmSettings, shape: KVCacheShape, _: KVCacheConfig
-) -> VllmScheduler | VllmWorker:
+) -> Half:
     connector = _connector(config, settings, shape, get_tensor_model_parallel_rank())
     worker = VllmWorker(connector, shape, settings.queue_bytes)
     worker.cost = FlopsModel.of(config.model_config.hf_text_config)
@@ -427,9 +408,7 @@ NOWHERE = "127.0.0.1:1"
 """An address at which nobody answers."""
 
 
-def _refused(
-    config: Any, settings: VllmSettings, error: Exception, *, is_scheduler: bool
-) -> VllmScheduler | VllmWorker:
+def _refused(config: Any, settings: VllmSettings, error: Exception, *, is_scheduler: bool) -> Half:
     """Return a half that runs without the store, for *error*, and reports it to the server."""
     name = "vllm-lookup" if is_scheduler else "vllm-rank"
     connector = Connector(client_of_refused(config, settings, name))
@@ -446,9 +425,8 @@ def _refused(
 def client_of_refused(config: Any, settings: VllmSettings, name: str) -> Client:
     """Return a client of an engine whose KV has no name."""
     model = str(getattr(getattr(config, "model_config", None), "model", "unknown"))
-    group = LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1)
-    rope = RopeParameters(theta=1.0, rotary_dim=0)
-    identity = Model(model, "refused", "none", "none", (group,), rope, "none")
+    group = byte_group(BYTE_ROWS, "model")
+    identity = Model(model, "refused", "none", "none", (group,), NO_ROPE, "none")
     try:
         options = settings.client_options(DEFAULT_CHUNK_TOKENS, name, is_lookup=False)
         options = replace(options, transport="grpc", staging_bytes=1)

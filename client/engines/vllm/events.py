@@ -1,9 +1,7 @@
 """What the store holds of an engine's prompts, published as vLLM does of its own cache: KV events.
 
-Routers learn from them which prefixes an engine has at hand (llm-d, NVIDIA Dynamo): a BlockStored
-for each chunk that this engine stored, with the hashes that vLLM itself names its blocks by, and a
-BlockRemoved once the store was found to have it no longer. Works on vLLM's Request by its fields;
-vLLM's classes come in by parameter.
+Routers (llm-d, NVIDIA Dynamo) learn from them which prefixes an engine has at hand. Works on
+vLLM's Request by its fields; vLLM's classes come in by parameter.
 """
 
 from __future__ import annotations
@@ -78,19 +76,22 @@ class KVEvents:
             # Tokens that vLLM has not hashed yet have no names to publish.
             is_known = first + blocks <= len(hashes)
             if is_known and chunk.digest not in self._published:
-                self._note(request, chunk, hashes[max(first - 1, 0) : first + blocks])
+                parent = hashes[first - 1] if first else None
+                self._note(request, chunk, parent, list(hashes[first : first + blocks]))
 
-    def _note(self, request: Any, chunk: ChunkName, hashes: Sequence[Any]) -> None:
+    def _note(self, request: Any, chunk: ChunkName, parent: Any, hashes: list[Any]) -> None:
         if len(self._pending) >= MAX_PENDING_CHUNKS:
             self._pending.popitem(last=False)
-        start, size = chunk.position, self._make.block_tokens
-        parent, named = (hashes[0], hashes[1:]) if start else (None, hashes)
-        stop = start + self._chunk_tokens
+        size, start, stop = (
+            self._make.block_tokens,
+            chunk.position,
+            chunk.position + self._chunk_tokens,
+        )
         lora = getattr(request, "lora_request", None)
         extra = [self._make.extra_keys(request, at, at + size) for at in range(start, stop, size)]
         events = [
             self._make.stored(
-                block_hashes=list(named),
+                block_hashes=hashes,
                 parent_block_hash=parent,
                 token_ids=list(request.all_token_ids[start:stop]),
                 block_size=size,
@@ -104,7 +105,7 @@ class KVEvents:
             )
             for group, kind in self._make.groups
         ]
-        self._pending[chunk.digest] = _Pending(events, list(named), self._ranks)
+        self._pending[chunk.digest] = _Pending(events, hashes, self._ranks)
 
     def stored(self, ranks: Mapping[ChainDigest, int]) -> None:
         """Publish chunks; *ranks*: how many more have stored each since the last call."""

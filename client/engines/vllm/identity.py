@@ -12,19 +12,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from kvstore.client.engines.identity import (
-    TOKENIZERS,
-    Departures,
-    Weights,
-    computed_in,
-    files_digest,
-    identity_of,
-    in_words,
-    is_exact,
-    short_name,
-    stated,
-    weights_of,
-)
+from kvstore.client.engines import identity
 from kvstore.proto.errors import ModelError
 from kvstore.proto.hf_config import OWN_TOKENIZER, rope_parameters
 from kvstore.proto.types import END_KINDS, DType, LayerGroup, LayerKind, Model
@@ -54,27 +42,23 @@ def model_of(config: Any, shape: KVCacheShape, model_revision: str = "") -> Mode
     """
     model = config.model_config
     groups = tuple(group.layer_group for group in shape.groups)
-    departures = Departures(
+    departures = identity.Departures(
         "vllm",
-        _settings(config) | computed_in(model.dtype, groups),
+        _settings(config) | identity.computed_in(model.dtype, groups),
         quantization=shape.quantization,
         tokenizer=_tokenizer(model),
     )
     rope = rope_parameters(model.hf_text_config)
-    weights = _weights(config, model_revision)
-    return identity_of(weights, groups, rope, model.hf_config, departures)
-
-
-def _weights(config: Any, revision: str = "") -> Weights:
-    model = config.model_config
-    if config.load_config.load_format == "dummy":
+    if config.load_config.load_format != "dummy":
+        commit = getattr(model.hf_config, "_commit_hash", None)
+        weights = identity.weights_of(model.model, model_revision, str(commit or ""))
+    elif identity.is_exact(model_revision):
         # What is in the folder is not what runs: somebody else brings the weights.
-        if not is_exact(revision):
-            fix = "give model_revision in kv_connector_extra_config: a commit or a digest"
-            raise ModelError("load_format", "dummy", fix)
-        return Weights(short_name(model.model), revision)
-    commit = getattr(model.hf_config, "_commit_hash", None)
-    return weights_of(model.model, revision, str(commit or ""))
+        weights = identity.Weights(identity.short_name(model.model), model_revision)
+    else:
+        fix = "give model_revision in kv_connector_extra_config: a commit or a digest"
+        raise ModelError("load_format", "dummy", fix)
+    return identity.identity_of(weights, groups, rope, model.hf_config, departures)
 
 
 def _settings(config: Any) -> dict[str, str]:
@@ -86,16 +70,16 @@ def _settings(config: Any) -> dict[str, str]:
         "lora_config": getattr(config, "lora_config", None),
         "multimodal_config": getattr(model, "multimodal_config", None),
     }
-    found = {
-        part: {f"{part}.{name}": getattr(parts[part], name, None) for name in names}
-        for part, names in _TERMS.items()
-        if parts[part] is not None
-    }
-    plain = stated(found.pop("model_config") | found.pop("load_config"))
-    # Of the others a setting that is off may be another than that of an engine without them.
-    return plain | {
-        name: in_words(value) for each in found.values() for name, value in each.items()
-    }
+    found: dict[str, str] = {}
+    for part, names in _TERMS.items():
+        if parts[part] is None:
+            continue
+        given = {f"{part}.{name}": getattr(parts[part], name, None) for name in names}
+        if part in ("model_config", "load_config"):
+            found |= identity.stated(given)
+        else:  # a setting that is off may be another than that of an engine without such a part
+            found |= {name: identity.in_words(value) for name, value in given.items()}
+    return found
 
 
 def _tokenizer(model: Any) -> str:
@@ -104,9 +88,9 @@ def _tokenizer(model: Any) -> str:
     if str(model.tokenizer) == str(model.model) and is_weights:
         return OWN_TOKENIZER
     folder = Path(str(model.tokenizer))
-    files = [folder / name for name in TOKENIZERS if (folder / name).is_file()]
+    files = [folder / name for name in identity.TOKENIZERS if (folder / name).is_file()]
     if files:
-        return f"files:{files_digest(files).hex()}"
+        return f"files:{identity.files_digest(files).hex()}"
     return f"{model.tokenizer}@{revision or 'unstated'}"
 
 
@@ -188,10 +172,8 @@ class KVCacheShape:
     @property
     def own_layers(self) -> tuple[int, int] | None:
         """The span of the model's layers that this stage has; None: all."""
-        if self.stages == 1:
-            return None
         numbers = [layer.number for group in self.groups for layer in group.layers]
-        return min(numbers), max(numbers) + 1
+        return None if self.stages == 1 else (min(numbers), max(numbers) + 1)
 
     @property
     def tables(self) -> int:
@@ -224,10 +206,10 @@ def shape_of(config: Any, cache: Any) -> KVCacheShape:
     model, parallel = config.model_config, config.parallel_config
     if model.is_encoder_decoder:
         raise ModelError("is_encoder_decoder", True, "cross-attention is not stored")
-    stated = config.cache_config.cache_dtype
-    if stated not in _PLAIN_CACHE and stated not in _FP8_CACHE:
+    cache_dtype = config.cache_config.cache_dtype
+    if cache_dtype not in _PLAIN_CACHE and cache_dtype not in _FP8_CACHE:
         fix = f"{', '.join((*_PLAIN_CACHE, *_FP8_CACHE))} are stored"
-        raise ModelError("kv_cache_dtype", stated, fix)
+        raise ModelError("kv_cache_dtype", cache_dtype, fix)
     for name in _UNSHARDED:
         if getattr(parallel, name, 1) != 1:
             raise ModelError(name, getattr(parallel, name), "only 1 is stored")
@@ -238,7 +220,7 @@ def shape_of(config: Any, cache: Any) -> KVCacheShape:
         raise ModelError(
             "layers", len(names), f"the model has {layers}; draft and shared layers are not stored"
         )
-    fp8 = _FP8_CACHE.get(stated)
+    fp8 = _FP8_CACHE.get(cache_dtype)
     groups = _groups(cache, fp8)
     sizes = sorted({group.kv_cache_spec.block_size for group in cache.kv_cache_groups})
     if len(sizes) != 1:
@@ -290,16 +272,20 @@ def _groups(cache: Any, fp8: DType | None) -> tuple[LayerGroupShape, ...]:
     layers: list[tuple[LayerRef, LayerGroupShape]] = []
     for table, group in enumerate(cache.kv_cache_groups):
         spec = group.kv_cache_spec
-        kind, dtype = _kind(spec), DType.parse(str(spec.dtype))
+        kind, dtype, window = _kind(spec), DType.parse(str(spec.dtype)), 0
         if fp8 is not None and dtype.item_bytes == 1:
             dtype = fp8
-        window = _whole_blocks(spec) + 1 if kind is LayerKind.window else 0
+        if kind is LayerKind.window:
+            # What a prefix's last token sees, itself among it: of a prompt that is stored to its
+            # end vLLM computes that token once more.
+            size = int(spec.block_size)
+            window = -(-int(spec.sliding_window) // size) * size + 1
         alike = LayerGroupShape(kind, dtype, spec.num_kv_heads, spec.head_size, window, ())
         for name in group.layer_names:
-            numbers = numbers_in(name)
+            numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
             if len(numbers) != 1:
                 raise ModelError("layers", group.layer_names[:4], "one number in a layer's name")
-            layers.append((LayerRef(name, numbers[0], table), alike))
+            layers.append((LayerRef(name, int(numbers[0]), table), alike))
     layers.sort(key=lambda one: one[0].number)
     first = layers[0][0].number
     if [layer.number for layer, _ in layers] != list(range(first, first + len(layers))):
@@ -331,15 +317,3 @@ def _kind(spec: Any) -> LayerKind:
     if packed:
         raise ModelError("kv_cache_spec", "packed", "only plain K and V are stored")
     return kind
-
-
-def _whole_blocks(spec: Any) -> int:
-    """Return the tokens of the blocks that a prefix's last token sees of a sliding window, itself
-    among them: of a prompt that is stored to its end vLLM computes that token once more."""
-    block_tokens, window_tokens = int(spec.block_size), int(spec.sliding_window)
-    return -(-window_tokens // block_tokens) * block_tokens
-
-
-def numbers_in(name: str) -> list[int]:
-    """Return the numbers in a layer's name, as vLLM gives them."""
-    return [int(number) for number in re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)]

@@ -230,11 +230,6 @@ class LookupWorker:
             lookup.refusal, lookup.result = "queue", NOTHING
         return lookup
 
-    def give_up(self, lookup: PendingLookup, digests: Sequence[ChainDigest]) -> None:
-        """Have what was announced of *digests* taken back, and *lookup* not done any more."""
-        lookup.is_over = True
-        self.take_back(digests)
-
     def take_back(self, digests: Sequence[ChainDigest]) -> None:
         """Have what was announced of *digests* taken back; where too much waits, time does it."""
         if self._withdraw is not None and digests and not self.is_down:
@@ -256,13 +251,10 @@ class LookupWorker:
             self._waiting -= 1
             self._answers.notify_all()
 
-    def wait(self, within_s: float, lookup: PendingLookup | None = None) -> None:
-        """Wait until *lookup* is over, or some one, if any waits. For who has nothing to do."""
+    def wait(self, lookup: PendingLookup, within_s: float) -> None:
+        """Wait until *lookup* is over. For who has nothing to do."""
         with self._answers:
-            if lookup is not None:
-                self._answers.wait_for(lambda: lookup.result is not None, within_s)
-            elif self._waiting:
-                self._answers.wait(within_s)
+            self._answers.wait_for(lambda: lookup.result is not None, within_s)
 
     def _answer(self, lookup: PendingLookup) -> None:
         # A store that failed is tried again, with whatever there is.

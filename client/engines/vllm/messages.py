@@ -104,9 +104,13 @@ class WorkerReport:
     def joined(self, other: WorkerReport) -> WorkerReport:
         """Return what two ranks report together: a chunk is read when every rank has read it, and
         lossy when any has read it so."""
+
+        def lower(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
+            return {**one, **{id_: min(count, one.get(id_, count)) for id_, count in other.items()}}
+
         return WorkerReport(
-            _lower(self.short_loads, other.short_loads),
-            _lower(self.lossy_loads, other.lossy_loads),
+            lower(self.short_loads, other.short_loads),
+            lower(self.lossy_loads, other.lossy_loads),
             self.gated_loads | other.gated_loads,
             self.stored + other.stored,
             self.unstored | other.unstored,
@@ -114,11 +118,6 @@ class WorkerReport:
             self.is_down or other.is_down,
             self.is_waiting or other.is_waiting,
         )
-
-
-def _lower(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
-    """Return the lower number of each request that either has one of."""
-    return {**one, **{id_: min(count, one.get(id_, count)) for id_, count in other.items()}}
 
 
 class FollowedTables:
@@ -144,8 +143,8 @@ class FollowedTables:
         for request_id, new in zip(cached.req_ids, cached.new_block_ids, strict=True):
             if request_id in cached.resumed_req_ids:
                 self._tables[request_id] = [list(table) for table in new or ()]
-            elif new is not None and request_id in self._tables:
-                for table, blocks in zip(self._tables[request_id], new, strict=True):
+            else:
+                for table, blocks in zip(self.of(request_id), new or (), strict=False):
                     table += blocks
 
 

@@ -1,8 +1,8 @@
 """The scheduler's half of the vLLM connector: what to load, what to store, and no request held up.
 
 What is stored of a prompt is looked up by a thread from the moment the request arrives; until it
-knows, vLLM comes back, and waits only if it computes nothing, and a moment. Works on
-vLLM's Request and SchedulerOutput by their fields, without importing vLLM.
+knows, vLLM comes back. Works on vLLM's Request and SchedulerOutput by their fields, without
+importing vLLM.
 """
 
 from __future__ import annotations
@@ -17,9 +17,11 @@ from typing import Any
 
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import EPOCH_BYTES
+from kvstore.client.engines.vllm import messages
 from kvstore.client.engines.vllm.events import KVEvents
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.lookup import (
+    NOTHING,
     WAITERS,
     LookupResult,
     LookupWorker,
@@ -27,29 +29,13 @@ from kvstore.client.engines.vllm.lookup import (
     PendingLookup,
     RequestHasher,
 )
-from kvstore.client.engines.vllm.messages import (
-    BOTH,
-    INCOMPATIBLE,
-    BlockTables,
-    LoadSpec,
-    Role,
-    SaveSpec,
-    StepPlan,
-    WorkerReport,
-    deadline_ms_of,
-    hints_of,
-    taken_blocks,
-)
 from kvstore.client.planning import LEAST_TOKENS, Deadline
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.keys import chunk_key
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import ChainDigest, ChunkKey
+from kvstore.proto.types import ChainDigest
 
-IDLE_WAIT_S = 0.001
-"""What an idle step waits for the answer to a lookup."""
 TOGETHER_S = 0.01
-"""What a step of an engine that computes nothing waits for answers before it begins: requests that
+"""What an engine that computes nothing waits for answers before it begins a step: requests that
 came together and are computed in two steps cost those that are done first a whole step more."""
 LATE_S = 0.005
 """What an answer may take beyond the deadline of its lookup before it is taken for a miss."""
@@ -78,7 +64,7 @@ class RequestTracker:
     is_loaded: bool = False
     is_looked_at: bool = False
     """Whether those tokens were looked at that it found in the engine's own cache."""
-    load: LoadSpec | None = None
+    load: messages.LoadSpec | None = None
     """Goes with the next plan."""
     first_chunk: int = 0
     stop_token: int = 0
@@ -101,7 +87,7 @@ class VllmScheduler:
         lookups: Connector,
         shape: KVCacheShape,
         *,
-        role: Role = BOTH,
+        role: messages.Role = messages.BOTH,
         clock: Callable[[], float] = time.monotonic,
         refusal: str = "",
     ) -> None:
@@ -151,9 +137,9 @@ class VllmScheduler:
         return result
 
     def _look(self, digests: Sequence[ChainDigest]) -> LookupResult:
-        keys = self._keys(digests)
+        keys = self._lookups.keys_of(digests)
         if not keys:
-            return LookupResult()
+            return NOTHING
         least = self._lookups.allowed(self._lookups.least).least
         wait_s = self._role.wait_ms / 1000
         match = self._lookups.client.lookup(keys=keys, accuracy=least, wait=wait_s)
@@ -163,13 +149,8 @@ class VllmScheduler:
         return LookupResult(0 if is_useless else worth, match.ready)
 
     def _announce(self, digests: Sequence[ChainDigest], within_s: float) -> None:
-        client = self._lookups.client
-        self._lookups.ask(lambda: client.announce_puts(self._keys(digests), within=within_s), 0)
-
-    def _keys(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
-        """Name chunks; the namespace opens a session, even for none."""
-        space = self._lookups.client.namespace
-        return [chunk_key(space, digest) for digest in digests]
+        ask, client = self._lookups.ask, self._lookups.client
+        ask(lambda: client.announce_puts(self._lookups.keys_of(digests), within=within_s), 0)
 
     # --- a request's way
 
@@ -197,13 +178,13 @@ class VllmScheduler:
         """Return what is stated of a request; what a user stated wrongly may not end the engine."""
         handover_ms, usual_ms = self._role.handover_ms, self._role.first_token_ms
         try:
-            hints = hints_of(request)
+            hints = messages.hints_of(request)
             hints = hints if hints.handover_ms else replace(hints, handover_ms=handover_ms)
-        except (*INCOMPATIBLE, KVStoreError):
+        except (*messages.INCOMPATIBLE, KVStoreError):
             self.counted["bad_hints"] += 1
             hints = Hints(handover_ms=handover_ms)
         try:
-            usual_ms = deadline_ms_of(request, usual_ms)
+            usual_ms = messages.deadline_ms_of(request, usual_ms)
         except KVStoreError:
             self.counted["bad_hints"] += 1
         return hints, Deadline(usual_ms / 1000) if usual_ms else None
@@ -253,7 +234,7 @@ class VllmScheduler:
         if self._computing or self._patience_s <= 0.0 or self._desk.is_down:
             return
         began = self._clock()
-        self._desk.wait(min(self._patience_s, lookup.began_s + self._late_s - began), lookup)
+        self._desk.wait(lookup, min(self._patience_s, lookup.began_s + self._late_s - began))
         is_over = lookup.result is not None
         self._patience_s -= self._clock() - began if is_over else self._patience_s
 
@@ -272,7 +253,7 @@ class VllmScheduler:
                 self.counted[f"miss_{reason}"] += 1
         return hit_tokens
 
-    def on_alloc(self, request: Any, loaded_tokens: int, tables: BlockTables) -> None:
+    def on_alloc(self, request: Any, loaded_tokens: int, tables: messages.BlockTables) -> None:
         """Have the next *loaded_tokens* of *request* loaded into the blocks in its *tables*."""
         if not loaded_tokens:
             return
@@ -284,7 +265,7 @@ class VllmScheduler:
         terms = None
         if tracked.deadline is not None and not self._all_or_nothing:
             terms = self._lookups.terms(tracked.deadline, request.num_tokens - stop)
-        tracked.load = LoadSpec(
+        tracked.load = messages.LoadSpec(
             request.request_id,
             tuple(tracked.lookup.digests[first : -(-stop // size)]),
             tuple(tuple(table[blocks]) for table in tables),
@@ -302,12 +283,12 @@ class VllmScheduler:
 
     def _give_up(self, tracked: RequestTracker) -> None:
         """Take back what is announced of a request, but for what others have announced, too."""
+        tracked.lookup.is_over = True
         left = tracked.lookup.digests[tracked.stored or 0 : MAX_LOOKUP_CHUNKS]
         if left and self._role.handover_ms:
-            lookups = [one.lookup for one in self._tracked.values() if one is not tracked]
-            others = {digest for one in lookups if not one.is_over for digest in one.digests}
-            left = [digest for digest in left if digest not in others]
-        self._desk.give_up(tracked.lookup, left)
+            lookups = [one.lookup for one in self._tracked.values() if not one.lookup.is_over]
+            others = {digest for one in lookups for digest in one.digests}
+            self._desk.take_back([digest for digest in left if digest not in others])
 
     def reset(self) -> None:
         """Never again load what was stored before, as the engine's weights may be others."""
@@ -321,22 +302,21 @@ class VllmScheduler:
 
     # --- a step
 
-    def build_plan(self, output: Any, tables_of: Callable[[str], BlockTables]) -> StepPlan:
+    def build_plan(
+        self, output: Any, tables_of: Callable[[str], messages.BlockTables]
+    ) -> messages.StepPlan:
         """Return what the workers have to do in the step of vLLM's SchedulerOutput *output*.
 
         *tables_of* returns the block tables of a request. Of an engine that was refused at birth
         *output* is not looked at; one whose pages are refused later still fails its loads.
         """
         if self._refusal and not self._tracked:
-            return StepPlan()
+            return messages.StepPlan()
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             if request_id in self._tracked:  # announced again once it goes on
                 self._give_up(self._tracked[request_id])
         self._learn_speed(output.num_scheduled_tokens)
         self._computing, self._patience_s = set(output.num_scheduled_tokens), TOGETHER_S
-        is_idle = not output.total_num_scheduled_tokens
-        if is_idle:
-            self._desk.wait(IDLE_WAIT_S)
         loads = [one.load for one in self._tracked.values() if one.load is not None]
         for one in self._tracked.values():
             one.load = None
@@ -347,8 +327,10 @@ class VllmScheduler:
         ]
         taken: frozenset[int] | None = frozenset()
         if self._role.stores:
-            taken = taken_blocks(output, loads, self._block_tokens)
-        return StepPlan(tuple(loads), tuple(stores), is_idle, taken)
+            taken = messages.taken_blocks(output, loads, self._block_tokens)
+        return messages.StepPlan(
+            tuple(loads), tuple(stores), not output.total_num_scheduled_tokens, taken
+        )
 
     def _learn_speed(self, tokens: Mapping[str, int]) -> None:
         """Learn from the step before, which took until now, if most of it were prompts."""
@@ -360,8 +342,8 @@ class VllmScheduler:
         steps.append((prompts if 2 * prompts > sum(tokens.values()) else 0, now_s))
 
     def _save_spec(
-        self, request_id: str, tokens: int, tables_of: Callable[[str], BlockTables]
-    ) -> SaveSpec | None:
+        self, request_id: str, tokens: int, tables_of: Callable[[str], messages.BlockTables]
+    ) -> messages.SaveSpec | None:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return None
@@ -392,7 +374,7 @@ class VllmScheduler:
             self.events.ordered(request, chunks)
         blocks = slice(first * size // self._block_tokens, whole * size // self._block_tokens)
         tables = tuple(tuple(table[blocks]) for table in tables_of(request_id))
-        return SaveSpec(request_id, chunks, tables, tracked.hints)
+        return messages.SaveSpec(request_id, chunks, tables, tracked.hints)
 
     def _look_at(self, tracked: RequestTracker) -> None:
         """Take note of what the engine found lossy in its own cache."""
@@ -428,7 +410,7 @@ class VllmScheduler:
 
     # --- reports
 
-    def on_report(self, report: WorkerReport) -> None:
+    def on_report(self, report: messages.WorkerReport) -> None:
         """Take in what the workers report."""
         self._refusal = self._refusal or ("pages" if report.refusal else "")
         self._is_waiting = report.is_waiting

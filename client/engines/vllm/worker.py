@@ -9,40 +9,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, field, replace
-from functools import partial
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from itertools import takewhile
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeAlias
 
 import torch
 
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector, DaemonThreads
 from kvstore.client.engines.prefix import exact_count
-from kvstore.client.engines.vllm.blocks import (
-    NULL_BLOCK,
-    BlockCopy,
-    BlockWriter,
-    EnginePages,
-    HostSide,
-    LoadJob,
-    Staged,
-    batch_chunks,
-)
+from kvstore.client.engines.vllm import blocks, messages
 from kvstore.client.engines.vllm.identity import KVCacheShape
-from kvstore.client.engines.vllm.messages import (
-    INCOMPATIBLE,
-    BlockTables,
-    ChunkName,
-    FlopsModel,
-    LoadSpec,
-    SaveSpec,
-    StepPlan,
-    WorkerReport,
-)
 from kvstore.client.planning import LEAST_LEFT_S
 from kvstore.proto.device import Device, Event
 from kvstore.proto.errors import KVStoreError
@@ -52,6 +33,9 @@ from kvstore.proto.types import KVLayout, PutOutcome
 
 if TYPE_CHECKING:
     from kvstore.client.engines.vllm.device import DeviceCopy, DeviceSide
+
+Side: TypeAlias = "blocks.HostSide | DeviceSide"
+Copy: TypeAlias = "blocks.BlockCopy | DeviceCopy"
 
 IDLE_WAIT_S = 0.005
 """What an idle step waits for a load: it has nothing to compute, and would ask again at once."""
@@ -73,24 +57,24 @@ AGAIN_S = 0.1
 """How soon once more, where it was only slow."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(eq=False)
 class _Save:
     """A chunk that the engine has computed, and its copy once one was begun, by ``side``."""
 
-    chunk: ChunkName
-    tables: BlockTables
+    chunk: messages.ChunkName
+    tables: messages.BlockTables
     hints: Hints
-    side: HostSide | DeviceSide
-    copy: BlockCopy | DeviceCopy | None = None
-    blocks: frozenset[int] = field(init=False)
+    side: Side
+    copy: Copy | None = None
 
-    def __post_init__(self) -> None:
-        # Made once: every step asks every chunk that waits.
-        self.blocks = frozenset[int]().union(*self.tables) - {NULL_BLOCK}
+    @cached_property
+    def blocks(self) -> frozenset[int]:
+        """Its blocks: every step asks every chunk that waits."""
+        return frozenset[int]().union(*self.tables) - {blocks.NULL_BLOCK}
 
-    def lies_in(self, blocks: frozenset[int] | None) -> bool:
-        """Whether any of *blocks* is its; None: those of every chunk."""
-        return blocks is None or not self.blocks.isdisjoint(blocks)
+    def lies_in(self, taken: frozenset[int] | None) -> bool:
+        """Whether any of *taken* is its; None: those of every chunk."""
+        return taken is None or not self.blocks.isdisjoint(taken)
 
 
 class VllmWorker:
@@ -117,18 +101,17 @@ class VllmWorker:
         self._chunk_blocks = connector.client.options.chunk_tokens // shape.block_tokens
         self._queue_bytes = queue_bytes
         self._device = device
-        self._side: HostSide | DeviceSide | None = None
-        self._loader, self._storer, self._watcher, self._opener = (
-            DaemonThreads(f"kvstore-{name}") for name in ("load", "store", "watch", "open")
+        self._side: Side | None = None
+        self._loader, self._storer, self._watcher = (
+            DaemonThreads(f"kvstore-{name}") for name in ("load", "store", "watch")
         )
-        self._opening: Future[None] | None = None
         self._arrived = 0
         """Grows as something comes of what is being loaded."""
-        self._waiting: deque[_Save] = deque()
+        self._waiting: list[_Save] = []
         """Chunks that no copy was begun of yet. For the engine's thread."""
         self._was_waiting = False
         """Whether the last report said that chunks wait. For the engine's thread."""
-        self.cost = FlopsModel()
+        self.cost = messages.FlopsModel()
         self.reports_stores = False
         """Whether the scheduler is to learn of every chunk that is stored."""
         self.counted: Counter[str] = Counter()
@@ -140,33 +123,35 @@ class VllmWorker:
         self._done: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
-        self._report = WorkerReport()
+        self._report = messages.WorkerReport()
         # Guards the nine fields above; its waiters wait for a load to end.
         self._changed = threading.Condition()
 
     def register(
-        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
+        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], blocks.BlockWriter]
     ) -> str:
         """Take the engine's pages; return why they cannot be stored, or nothing.
 
-        A session is opened meanwhile: a load that has one notices when the server hangs.
+        A session is opened meanwhile, as if it were a load.
         """
         if not self._refusal:
             try:
                 self._side = self._side_of(registered, writer)
-            except (*INCOMPATIBLE, KVStoreError, OSError) as error:
+                client = self._connector.client
+                self._watch(
+                    self._loader.submit(lambda: self._connector.ask(client.send_counts, None))
+                )
+            except (*messages.INCOMPATIBLE, KVStoreError, OSError) as error:
                 self.refuse(f"{type(error).__name__}: {error}")
-        if not self._refusal:
-            self._begin_session()
         return self._refusal
 
     def _side_of(
-        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], BlockWriter]
-    ) -> HostSide | DeviceSide:
+        self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], blocks.BlockWriter]
+    ) -> Side:
         kinds = {pages.device.type for pages in registered.values()}
         if self._device is None and kinds <= {"cpu"}:
-            pages = EnginePages.of(self._shape, registered, writer)
-            return HostSide(pages, self._connector, self._chunk_blocks)
+            pages = blocks.EnginePages(self._shape, registered, writer)
+            return blocks.HostSide(pages, self._connector, self._chunk_blocks)
         from kvstore.client.engines.vllm.device import DeviceSide, EngineDevicePages
 
         on_device = EngineDevicePages(self._shape, registered, writer)
@@ -178,8 +163,8 @@ class VllmWorker:
         Loads fail and nothing is stored until pages are registered again.
         """
         side, self._side = self._side, None
-        lost, self._waiting = self._waiting, deque()
-        self._give_up(lost, "gone_chunks")
+        self._give_up([one.chunk for one in self._waiting], "gone_chunks")
+        self._waiting = []
         if side is not None and self.settled(SHUTDOWN_S):
             self._connector.ask(side.close, None)
         return side is not None
@@ -190,48 +175,31 @@ class VllmWorker:
         self._connector.report_refusal(reason)
 
     @property
-    def _usable(self) -> HostSide | DeviceSide | None:
+    def _usable(self) -> Side | None:
         return None if self._refusal else self._side
 
-    # --- sessions
-
-    def _begin_session(self) -> Future[None]:
-        with self._changed:
-            if self._opening is None or self._opening.done():
-                client = self._connector.client
-                self._opening = self._opener.submit(
-                    partial(self._connector.ask, client.send_counts, None)
-                )
-            return self._opening
-
-    def _await_session(self) -> bool:
-        """Whether there is a session; one that is being opened is waited for, not a hang."""
-        client = self._connector.client
-        if client.is_connected:
-            return True
-        opening = self._begin_session()
-        while not wait([opening], QUIET_S).done:
-            if client.is_shut or self._connector.ask(client.end_if_hung, True):
-                return False
-        return client.is_connected
+    # --- loads
 
     def _watch(self, load: Future[None]) -> None:
-        """End *load* from a server that hangs, long before its deadline."""
-        client, patience_s = self._connector.client, QUIET_S
-        while not load.done():
-            arrived = self._arrived
-            wait([load], patience_s)
-            if self._arrived == arrived and client.is_connected and not load.done():
-                if self._connector.ask(client.end_if_hung, False):
-                    return
-                patience_s = AGAIN_S
+        """Have *load* ended from a server that hangs, long before its deadline."""
+        client = self._connector.client
+
+        def watch() -> None:
+            patience_s = QUIET_S
+            while not load.done():
+                arrived = self._arrived
+                wait([load], patience_s)
+                if self._arrived == arrived and not load.done():
+                    if self._connector.ask(client.end_if_hung, False):
+                        return
+                    patience_s = AGAIN_S
+
+        self._watcher.submit(watch)
 
     def _note_arrival(self) -> None:
         self._arrived += 1
 
-    # --- loads
-
-    def load(self, plan: StepPlan) -> None:
+    def load(self, plan: messages.StepPlan) -> None:
         """Begin the loads of a step."""
         if not plan.loads:
             return
@@ -242,24 +210,23 @@ class VllmWorker:
                 self._loading += 1
             load = self._loader.submit(partial(self._load, spec, self._clock(), after))
             load.add_done_callback(partial(self._fail_cancelled, spec))
-            self._watcher.submit(partial(self._watch, load))
+            self._watch(load)
 
-    def _fail_cancelled(self, spec: LoadSpec, load: Future[None]) -> None:
+    def _fail_cancelled(self, spec: messages.LoadSpec, load: Future[None]) -> None:
         """End a load that ``close`` left undone: without pages it brings nothing."""
         if load.cancelled():
             self._load(spec, self._clock(), None)
 
-    def _load(self, spec: LoadSpec, ordered_s: float, after: Event | None) -> None:
+    def _load(self, spec: messages.LoadSpec, ordered_s: float, after: Event | None) -> None:
         began, side, client = self._clock(), self._usable, self._connector.client
         # Loads that fail one after another would have those behind them wait for each.
         within_s = client.options.deadline_ms / 1000
         is_late = self._was_short and began - ordered_s > within_s
-        terms = spec.terms
+        terms, wanted = spec.terms, len(spec.digests)
         if terms is not None:  # loads before it took some of its time
             left_s = max(terms.deadline_s - (began - ordered_s), LEAST_LEFT_S)
             terms = replace(terms, deadline_s=left_s)
-        wanted = len(spec.digests)
-        job = LoadJob(
+        job = blocks.LoadJob(
             spec.digests,
             self._cut(spec.tables, wanted),
             spec.kept_blocks,
@@ -269,35 +236,39 @@ class VllmWorker:
             terms,
         )
         if side is not None and not is_late:
-            self._connector.ask(lambda: side.read(job) if self._await_session() else None, None)
-        read = job.read
-        exact = exact_count(job.stated[:read]) if job.stated else read
-        gated = max(0, len(job.stated) - read)
-        if side is not None and not is_late:
-            self._was_short = read + gated < wanted
+            self._connector.ask(partial(side.read, job), None)
+            self._was_short = max(job.read, len(job.stated)) < wanted
+        is_far = side is not None and side.is_gpu_tier_far
         with self._changed:
-            report, counted = self._report, self.counted
-            self._loading -= 1
-            self._done.add(spec.request_id)
-            if exact < read:
-                report.lossy_loads[spec.request_id] = exact
-            if read < wanted:
-                report.short_loads[spec.request_id] = read
-                report.gated_loads |= {spec.request_id} if gated else set()
-                report.is_down = report.is_down or client.is_shut
-            if not spec.all_or_nothing:
-                first = max(read * self._chunk_blocks, spec.kept_blocks)
-                self._failed_blocks.update(spec.tables[0][first:])
-            elif not wanted or read < wanted:
-                self._failed_loads.add(spec.request_id)
-            counted["loaded_chunks"] += read
-            counted["lost_chunks" if terms is None else "slow_chunks"] += wanted - read - gated
-            counted["late_loads"] += is_late
-            counted["far_gpu_loads"] += side is not None and side.is_gpu_tier_far
-            counted["load_us"] += round(1e6 * (self._clock() - began))
+            self._note_loaded(spec, job)
+            self.counted["late_loads"] += is_late
+            self.counted["far_gpu_loads"] += is_far
+            self.counted["load_us"] += round(1e6 * (self._clock() - began))
             self._changed.notify_all()
 
-    def _cut(self, tables: BlockTables, chunks: int) -> list[BlockTables]:
+    def _note_loaded(self, spec: messages.LoadSpec, job: blocks.LoadJob) -> None:
+        """Report and count what came of a load. Called with the lock."""
+        report, id_, wanted, read = self._report, spec.request_id, len(spec.digests), job.read
+        exact = exact_count(job.stated[:read]) if job.stated else read
+        gated = max(0, len(job.stated) - read)
+        self._loading -= 1
+        self._done.add(id_)
+        if exact < read:
+            report.lossy_loads[id_] = exact
+        if read < wanted:
+            report.short_loads[id_] = read
+            report.gated_loads |= {id_} if gated else set()
+            report.is_down = report.is_down or self._connector.client.is_shut
+        if not spec.all_or_nothing:
+            first = max(read * self._chunk_blocks, spec.kept_blocks)
+            self._failed_blocks.update(spec.tables[0][first:])
+        elif not wanted or read < wanted:
+            self._failed_loads.add(id_)
+        self.counted["loaded_chunks"] += read
+        lost = "lost_chunks" if spec.terms is None else "slow_chunks"
+        self.counted[lost] += wanted - read - gated
+
+    def _cut(self, tables: messages.BlockTables, chunks: int) -> list[messages.BlockTables]:
         size = self._chunk_blocks
         return [[table[at * size : (at + 1) * size] for table in tables] for at in range(chunks)]
 
@@ -330,61 +301,54 @@ class VllmWorker:
 
     # --- stores
 
-    def save_before_overwrite(self, plan: StepPlan) -> None:
+    def save_before_overwrite(self, plan: messages.StepPlan) -> None:
         """Copy what is still to be stored of blocks that the step is about to write to."""
         taken = plan.taken_blocks
         if lost := [one for one in self._waiting if one.lies_in(taken)]:
-            gone = set(lost)
-            self._waiting = deque(one for one in self._waiting if one not in gone)
-            self._give_up(lost, "gone_chunks")
+            self._waiting = [one for one in self._waiting if not one.lies_in(taken)]
+            self._give_up([one.chunk for one in lost], "gone_chunks")
         if not self._storing:
             return
         with self._changed:
             storing = [*self._storing]
         for one in storing:
-            if isinstance(one.copy, BlockCopy) and one.lies_in(taken):
+            if isinstance(one.copy, blocks.BlockCopy) and one.lies_in(taken):
                 self._connector.ask(one.copy.run, None)
 
-    def store(self, plan: StepPlan) -> None:
+    def store(self, plan: messages.StepPlan) -> None:
         """Have what the step completed copied and sent, as far as there is room for it."""
         side = self._usable
-        if side is None:
-            with self._changed:
-                for spec in plan.stores:
-                    self._note_unstored(spec.chunks)
-            return
         for spec in plan.stores:
-            self._line_up(side, spec)
-        self._begin_copies(side)
+            if side is None:
+                self._give_up(spec.chunks)
+            else:
+                self._line_up(side, spec)
+        if side is not None:
+            self._begin_copies(side)
 
-    def _line_up(self, side: HostSide | DeviceSide, spec: SaveSpec) -> None:
+    def _line_up(self, side: Side, spec: messages.SaveSpec) -> None:
         """Have chunks wait, the first ones: later ones are of no use without them."""
         most = MOST_COPIES
         if not side.waits_in_pages:
             most = min(most, max(1, self._queue_bytes // side.chunk_bytes))
-        with self._changed:
-            free = max(0, most - len(self._storing) - len(self._waiting))
-            dropped = spec.chunks[free:]
-            self.counted["dropped_chunks"] += len(dropped)
-            self._note_unstored(dropped)
-        cut = self._cut(spec.tables, len(spec.chunks) - len(dropped))
-        self._waiting += [
-            _Save(chunk, tables, spec.hints, side)
-            for chunk, tables in zip(spec.chunks, cut, strict=False)
-        ]
+        free = max(0, most - len(self._storing) - len(self._waiting))
+        self._give_up(spec.chunks[free:], "dropped_chunks")
+        some = spec.chunks[:free]
+        pairs = zip(some, self._cut(spec.tables, len(some)), strict=True)
+        self._waiting += [_Save(chunk, tables, spec.hints, side) for chunk, tables in pairs]
 
-    def _begin_copies(self, side: HostSide | DeviceSide) -> None:
+    def _begin_copies(self, side: Side) -> None:
         """Copy what waits, as much of it as there is room for. Within a hook alone."""
-        if not self._waiting:
+        waiting, self._waiting = self._waiting, []
+        if not waiting:
             return
-        chunks = [one.tables for one in self._waiting]
-        nothing: Sequence[BlockCopy | DeviceCopy] | None = None
+        chunks = [one.tables for one in waiting]
+        nothing: Sequence[Copy] | None = None
         copies = self._connector.ask(lambda: side.copies(chunks), nothing)
         if copies is None:  # it will not be there for the next step either
-            lost, self._waiting = self._waiting, deque()
-            self._give_up(lost, "dropped_chunks")
+            self._give_up([one.chunk for one in waiting], "dropped_chunks")
             return
-        begun = [self._waiting.popleft() for _ in copies]
+        begun, self._waiting = waiting[: len(copies)], waiting[len(copies) :]
         for one, copy in zip(begun, copies, strict=True):
             one.side, one.copy = side, copy
         if begun:
@@ -392,12 +356,12 @@ class VllmWorker:
                 self._storing += begun
             self._storer.submit(self._send_all)
 
-    def _give_up(self, lost: Iterable[_Save], count: str) -> None:
-        """Count chunks that will not come."""
+    def _give_up(self, chunks: Sequence[messages.ChunkName], count: str = "") -> None:
+        """Report chunks that will not come, and count them by the name *count*, if it has one."""
         with self._changed:
-            chunks = [one.chunk for one in lost]
-            self.counted[count] += len(chunks)
             self._note_unstored(chunks)
+            if count:
+                self.counted[count] += len(chunks)
 
     def _send_all(self) -> None:
         if self._storing:  # else it went with what was before it
@@ -416,7 +380,7 @@ class VllmWorker:
             if not self._storing:
                 return []
             first = self._storing[0]
-            some = self._storing[: batch_chunks(first.side.chunk_bytes)]
+            some = self._storing[: blocks.batch_chunks(first.side.chunk_bytes)]
         return [*takewhile(lambda one: (one.side, one.hints) == (first.side, first.hints), some)]
 
     def _send(self, batch: Sequence[_Save]) -> None:
@@ -444,14 +408,14 @@ class VllmWorker:
             self.counted["stored_chunks"] += outcomes.count(PutOutcome.stored) + len(near)
             self.counted["gone_chunks"] += len(rest) - len(sent)
 
-    def _note_unstored(self, chunks: Sequence[ChunkName]) -> None:
+    def _note_unstored(self, chunks: Sequence[messages.ChunkName]) -> None:
         """Put chunks that will not come into the next report. Called with the lock."""
         unstored = self._report.unstored
         unstored.update(dict.fromkeys(chunk.digest for chunk in chunks))
         while len(unstored) > MOST_UNSTORED:
             unstored.popitem(last=False)
 
-    def _chunk(self, named: ChunkName, staged: Staged | None = None) -> Chunk:
+    def _chunk(self, named: messages.ChunkName, staged: blocks.Staged | None = None) -> Chunk:
         """Return a chunk to put; without its tensors where nothing is *staged*."""
         client = self._connector.client
         tokens = client.options.chunk_tokens
@@ -473,14 +437,14 @@ class VllmWorker:
 
     # --- reports
 
-    def report(self) -> WorkerReport | None:
+    def report(self) -> messages.WorkerReport | None:
         """Return what the scheduler has to learn, if anything happened since the last call."""
         is_waiting = bool(self._waiting) and self._usable is not None
         was_waiting, self._was_waiting = self._was_waiting, is_waiting
         with self._changed:
-            report, self._report = self._report, WorkerReport()
+            report, self._report = self._report, messages.WorkerReport()
         report.refusal, report.is_waiting = self._refusal, is_waiting
-        return report if was_waiting or report != WorkerReport() else None
+        return report if was_waiting or report != messages.WorkerReport() else None
 
     def counts(self) -> dict[str, int]:
         """Return what was counted since the last call; ``counted`` has all of it."""
@@ -496,7 +460,7 @@ class VllmWorker:
         """
         is_over = self.settled(SHUTDOWN_S)
         side, self._side = self._side, None
-        for threads in (self._loader, self._storer, self._watcher, self._opener):
+        for threads in (self._loader, self._storer, self._watcher):
             threads.close()
         if is_over and side is not None:
             self._connector.ask(side.close, None)

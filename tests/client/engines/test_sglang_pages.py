@@ -187,7 +187,7 @@ def test_pages_are_stored_as_what_follows_the_pages_before_them(
     store = connect(pool)
     store.store(HASHES[:2], pages(store, 0, 1), ())
     store.store(HASHES[2:4], pages(store, 2, 3), HASHES[:2])
-    stats = store.client.stat(keys=store._keys(digests_of(HASHES[:4])))
+    stats = store.client.stat(keys=store.keys_of(digests_of(HASHES[:4])))
     parents = [one.parent.hex() for one in stats]
     assert parents == [bytes(16).hex(), *(name[:32] for name in HASHES[:3])]
 

@@ -79,11 +79,11 @@ def test_a_packing_that_nobody_knows_and_a_backend_that_cannot_write_are_refused
 
 
 def test_latents_are_one_part_and_lie_as_the_shape_says() -> None:
-    pages = EnginePages.of(LATENT, empty_pages(shape=LATENT), writer(rows))
-    (latents,) = pages.groups[0][0].parts
+    pages = EnginePages(LATENT, empty_pages(shape=LATENT), writer(rows))
+    (latents,) = pages.groups[0].parts[0]
     assert latents.shape == (BLOCKS, 1, BLOCK_TOKENS, HEAD_DIM)
     with pytest.raises(LayoutMismatchError, match="packs otherwise"):
-        EnginePages.of(LATENT, empty_pages(shape=LATENT), scrambled)
+        EnginePages(LATENT, empty_pages(shape=LATENT), scrambled)
 
 
 def test_latents_of_an_older_engine_get_their_dimension_of_heads() -> None:
@@ -92,7 +92,7 @@ def test_latents_of_an_older_engine_get_their_dimension_of_heads() -> None:
     assert {pages.ndim for pages in bare.values()} == {3}
     pages = {name: with_heads(each) for name, each in bare.items()}
     assert all(pages[name].data_ptr() == each.data_ptr() for name, each in registered.items())
-    EnginePages.of(LATENT, pages, writer(rows))
+    EnginePages(LATENT, pages, writer(rows))
     assert {with_heads(each).ndim for each in registered.values()} == {4}
 
 
@@ -106,7 +106,7 @@ def test_pages_of_another_shape_device_or_type_are_refused() -> None:
     ):
         registered = {f"model.layers.{number}.attn": pages for number in range(3)}
         with pytest.raises(LayoutMismatchError):
-            EnginePages.of(SHAPE, registered, writer(BLOCK_LAYOUTS[0]))
+            EnginePages(SHAPE, registered, writer(BLOCK_LAYOUTS[0]))
 
 
 # --- copies
@@ -118,7 +118,7 @@ def copied(
 ) -> Staged | None:  # fmt: skip
     """Return a copy of the chunk in the blocks of *tables*."""
     registered = empty_pages(shape=shape) if pages is None else pages
-    return BlockGather(EnginePages.of(shape, registered, writer(packing)), 2).take(tables)
+    return BlockGather(EnginePages(shape, registered, writer(packing)), 2).take(tables)
 
 
 def tensor_of(found: Staged | None, component: int, layer: int) -> torch.Tensor:
@@ -161,7 +161,7 @@ def test_a_copy_has_the_last_blocks_of_a_window_each_from_the_table_of_its_layer
 
 def test_a_window_that_the_engine_gave_up_is_left_out_of_a_copy_with_the_others() -> None:
     """A chunk has the windows of all layers or of none; where it has nothing else it is none."""
-    pages = EnginePages.of(HYBRID, empty_pages(shape=HYBRID), writer(BLOCK_LAYOUTS[0]))
+    pages = EnginePages(HYBRID, empty_pages(shape=HYBRID), writer(BLOCK_LAYOUTS[0]))
     gather = BlockGather(pages, 2)
     window, full = HYBRID.groups
     wide = replace(window, window_tokens=97, layers=(LayerRef("model.layers.3.attn", 3, 3),))

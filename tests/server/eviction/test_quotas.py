@@ -180,11 +180,12 @@ def test_nothing_is_known_before_enough_was_asked_for() -> None:
 
 
 def exact_curve(requests: list[Ids], capacity: int) -> list[float]:
-    ratios = []
+    ratios, row_of = [], dict[int, int]()
+    chains = [[row_of.setdefault(one, len(row_of) + 1) for one in ids.tolist()] for ids in requests]
     for scale in SCALES:
         cache = BlockReplay(LruEviction(), AccessHistory(), int(scale * capacity))
-        for now_s, ids in enumerate(requests):
-            cache.request(ids.tolist(), 1, now_s)
+        for now_s, rows in enumerate(chains):
+            cache.request(rows, now_s)
         ratios.append(cache.hit_blocks / cache.blocks)
     return ratios
 
