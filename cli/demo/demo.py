@@ -34,7 +34,7 @@ _MODULE = (sys.executable, "-P", "-m")  # -P: nothing is imported from where the
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@command("demo", exits="0 1 2 3", example="kvstore demo --json demo.json", section="Measure")
+@command("demo", exits="0 1 2 3", example="--json demo.json", section="Measure")
 def demo(
     json_file: Annotated[
         Path | None, Option("--json", metavar="FILE", help="Write the figures there.")
