@@ -51,11 +51,6 @@ Nested: TypeAlias = list[list[list[Tensor]]]
 """A chunk's tensors: components, then layers, then parts."""
 
 
-def flat(tensors: LayerTensors | Nested) -> Iterator[Any]:
-    """Yield a chunk's tensors, one after another."""
-    return (part for layers in tensors for parts in layers for part in parts)
-
-
 # --- what a model's layers keep
 
 
@@ -518,7 +513,8 @@ def forward(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
 
 def copy(out: LayerTensors, data: LayerTensors) -> None:
     """Copy a chunk's tensors."""
+    flat = ([part for layers in one for parts in layers for part in parts] for one in (out, data))
     with torch.no_grad():
-        for to, part in zip(flat(out), flat(data), strict=True):
+        for to, part in zip(*flat, strict=True):
             if to is not part:
                 to.copy_(part)
