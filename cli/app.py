@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -53,8 +52,6 @@ CODES = {
 }
 DEFAULT_PORT = 7420
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
-MAX_PORT = 65_535
-_ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:]+)(?::([0-9]{1,6}))?")
 DEADLINE_MS = 2000
 ANSWER_S = 0.5
 """What a server has to say that it is there, once it was late."""
@@ -117,17 +114,13 @@ def _remember(values: Mapping[str, Any]) -> None:
 
 def server_address() -> str:
     """Return the server's address, with its port. Raises InvalidRequestError."""
-    text = str(_given.get({}).get("address", DEFAULT_ADDRESS))
-    from kvstore.client.options import SCHEMES
+    from kvstore.client.options import SCHEMES, check_address
 
-    if text.startswith(SCHEMES):
-        return text
-    found = _ADDRESS.fullmatch(text)
-    port = int(found[2] or DEFAULT_PORT) if found else 0
-    if not found or not 0 < port <= MAX_PORT:
-        fix = f"write HOST, HOST:PORT or [IPV6]:PORT; the port is a number, 1 to {MAX_PORT}"
-        raise InvalidRequestError("address", text, fix)
-    return f"{found[1]}:{port}"
+    found = str(_given.get({}).get("address", DEFAULT_ADDRESS))
+    if not found.startswith(SCHEMES) and ":" not in found.rpartition("]")[2]:
+        found = f"{found}:{DEFAULT_PORT}"
+    check_address(found)
+    return found
 
 
 def given_access() -> Access:

@@ -12,7 +12,7 @@ from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
 from typing import IO, Annotated, Any
 
@@ -140,10 +140,7 @@ def read_trace(path: Path) -> TraceLines:
     """
     lines: list[Any] = []
     with path.open("rb") as file:
-        for number in count(1):
-            raw = file.readline(MAX_LINE_BYTES + 1)
-            if not raw:
-                break
+        for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
             try:
                 if len(raw) > MAX_LINE_BYTES:
                     raise ValueError(f"keep lines under {MAX_LINE_BYTES} bytes")
