@@ -37,8 +37,10 @@ from kvstore.proto.errors import (
 if TYPE_CHECKING:  # help is to load none of the product
     from rich.console import Console, ConsoleOptions, RenderResult
 
+    from kvstore.client.client import Client
     from kvstore.client.connection import Connection
     from kvstore.client.options import Access
+    from kvstore.proto.types import Model
 
 EXIT_NOT_HELD = 1
 EXIT_USAGE = 2
@@ -152,6 +154,15 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
         raise KVStoreError(f"no kvstore-server answers at {address}: {reason}") from None
     finally:
         connection.close()
+
+
+def client_of(address: str, model: Model, deadline_ms: int, **options: Any) -> Client:
+    """Return a client of *model* with the access that the options name; close it."""
+    from kvstore.client.client import Client
+    from kvstore.client.options import ClientOptions
+
+    access = given_access()
+    return Client(address, model, ClientOptions(deadline_ms=deadline_ms, access=access, **options))
 
 
 def ask(
