@@ -47,7 +47,6 @@ LOAD_FACTOR = 2.0
 """What loads may take beyond what they took lately."""
 FIRST_WAIT_S = 1.0
 """Until a full prefill was measured."""
-_EWMA_WEIGHT = 0.25
 _FADING = 0.8
 """What is left of the slowest load, one load later."""
 Action: TypeAlias = Literal["full", "prefix", "blend"]
@@ -93,22 +92,19 @@ class Speed:
         return math.fsum(a * b for a, b in zip(astuple(self), work, strict=True))
 
 
-class CostEstimate(NamedTuple):
-    """What to expect, and the relative error that four of five predictions kept to."""
-
-    speed: Speed
-    error_share: float
-
-
 class CostMeter:
-    """Learns a Speed from finished work; *prior* stands until then. Any thread may call."""
+    """Learns a Speed from finished work; *prior* stands until then. Any thread may call.
+
+    ``error_share``: the relative error that four of five of the last predictions kept to.
+    """
 
     def __init__(self, prior: Speed) -> None:
+        self.speed = prior
+        self.error_share = _NO_SAMPLES_ERROR
         self._prior = prior
         self._lock = threading.Lock()
         self._samples: deque[tuple[Work, float]] = deque(maxlen=SAMPLES_KEPT)
         self._errors: deque[float] = deque(maxlen=ERRORS_KEPT)
-        self.estimate = CostEstimate(prior, _NO_SAMPLES_ERROR)
 
     @property
     def is_measured(self) -> bool:
@@ -121,12 +117,12 @@ class CostMeter:
             return
         with self._lock:
             if self._samples:  # the prior's error says nothing of the fit's
-                self._errors.append(abs(self.estimate.speed.seconds(work) / seconds - 1))
+                self._errors.append(abs(self.speed.seconds(work) / seconds - 1))
             self._samples.append((work, seconds))
-            errors = sorted(self._errors)
-            place = int(_CAUTIOUS_SHARE * (len(errors) - 1))
-            error = errors[place] if len(errors) >= 4 else _NO_SAMPLES_ERROR
-            self.estimate = CostEstimate(_fitted(self._prior, list(self._samples)), error)
+            if len(self._errors) >= 4:
+                place = int(_CAUTIOUS_SHARE * (len(self._errors) - 1))
+                self.error_share = sorted(self._errors)[place]
+            self.speed = _fitted(self._prior, list(self._samples))
 
 
 def _fitted(prior: Speed, samples: Sequence[tuple[Work, float]]) -> Speed:
@@ -172,89 +168,6 @@ class Decision:
         return plan.without("approx", *(("exact",) if self.action == "full" else ()))
 
 
-@dataclass(frozen=True, slots=True)
-class Costs:
-    """What an engine and a link take: full prefills, blends, and a stored token, all layers.
-
-    ``can_skip_rows``: the source leaves out what ``narrow`` names. Raises InvalidRequestError.
-    """
-
-    n_layers: int
-    full: CostEstimate
-    blend: CostEstimate
-    token_bytes: float
-    bytes_per_s: float
-    can_skip_rows: bool = False
-
-    def __post_init__(self) -> None:
-        if not (self.token_bytes > 0 and self.bytes_per_s > 0):
-            found = (self.token_bytes, self.bytes_per_s)
-            raise InvalidRequestError("storage", found, "give positive bytes and speed")
-
-    def choose(self, plan: BlendPlan) -> Decision:
-        """Return the fastest way that is sure to be no slower than computing everything.
-
-        Ratios from the plan's to 1 are weighed; among those within FREE_SHARE of the fastest the
-        largest is taken: quality for nothing.
-        """
-        check_selector(plan.selector)
-        tokens = len(plan.tokens)
-        full_s = self.full.speed.seconds(Work.of([tokens], tokens, 0))
-        margin = max(MIN_MARGIN, self.full.error_share, self.blend.error_share)
-        found = []
-        if exact := plan.count("exact"):
-            loads, rows = [exact] * self.n_layers, [tokens - exact] * self.n_layers
-            expected_s = self._pipelined_s(plan, loads, rows, exact)
-            found.append(Decision("prefix", 1.0, expected_s, full_s))
-        if plan.count("approx") and plan.ratio < 1:  # at 1 it is the full prefill
-            steps = {plan.ratio, *(step / RATIO_STEPS for step in range(RATIO_STEPS))}
-            timed = {step: self._blend_s(plan, step) for step in steps if step >= plan.ratio}
-            free_s = min(timed.values()) * (1 + FREE_SHARE)
-            ratio = max(step for step, taken_s in timed.items() if taken_s <= free_s)
-            found.append(Decision("blend", ratio, timed[ratio], full_s))
-        found = [one for one in found if one.expected_s * (1 + margin) < full_s]
-        nothing = Decision("full", 1.0, full_s, full_s)
-        return min(found, key=lambda one: one.expected_s, default=nothing)
-
-    def _blend_s(self, plan: BlendPlan, ratio: float) -> float:
-        exact, approx, miss = (plan.count(kind) for kind in ("exact", "approx", "miss"))
-        stored, chosen, layers = exact + approx, miss + plan.chosen_tokens(ratio), self.n_layers
-        measure = measure_of(plan, layers) if ratio > 0 else None
-        if measure == "deviation" and ratio < 1:
-            loads = [exact + (approx if i >= CHECK_LAYER else 0) for i in range(layers)]
-            rows = [miss + approx if i < CHECK_LAYER else chosen for i in range(layers)]
-            return self._pipelined_s(plan, loads, rows, stored)
-        if measure == "attention":
-            first_s = self._pipelined_s(plan, [stored] * layers, [miss] * layers, stored)
-            return first_s + self._compute_s(Work.of([chosen], len(plan.tokens), 0))
-        kept = len(plan.tokens) - exact - chosen if self.can_skip_rows else approx
-        return self._pipelined_s(plan, [exact + kept] * layers, [chosen] * layers, stored)
-
-    def _pipelined_s(
-        self, plan: BlendPlan, loads: Sequence[float], rows: Sequence[float], placed: int
-    ) -> float:
-        """Return when the last layer is done, of *loads* tokens and computed *rows* a layer.
-
-        Each waits for its load and the layer before; the next is requested when it is taken.
-        """
-        token_s = self.token_bytes / self.bytes_per_s / self.n_layers
-        work = {count: Work.of([count], len(plan.tokens), placed) for count in set(rows)}
-        layer_s = {count: self._compute_s(one) / self.n_layers for count, one in work.items()}
-        done_s, requested_s = 0.0, 0.0
-        for tokens, count in zip(loads, rows, strict=True):
-            requested_s = max(done_s, requested_s + tokens * token_s)
-            done_s = requested_s + layer_s[count]
-        return done_s
-
-    def _compute_s(self, work: Work) -> float:
-        """Return what *work* takes: no less than as many rows of a prefill.
-
-        The two are learned apart, and what errs low in one must not look like a gain.
-        """
-        as_prefill = work._replace(loaded=0.0)
-        return max(self.full.speed.seconds(as_prefill), self.blend.speed.seconds(work))
-
-
 class BlendPlanner:
     """Decides for one engine, and says how long loads are waited for. Any thread may call it.
 
@@ -268,37 +181,89 @@ class BlendPlanner:
         self.blend = CostMeter(prior)
         self._n_layers = n_layers
         self._link = link
-        self._lock = threading.Lock()  # guards the two below
-        self._token_s = math.nan
+        self._lock = threading.Lock()  # guards the number below
         self._byte_s = math.nan
 
     def choose(
         self, plan: BlendPlan, token_bytes: float, *, can_skip_rows: bool = False
     ) -> Decision:
-        """Return what to do with *plan*, whose ratio is the smallest that is good enough.
+        """Return the fastest way that is sure to be no slower than computing everything.
 
-        *token_bytes*: what a stored token takes on the link, all layers.
+        The plan's ratio is the smallest that is good enough. Those from it to 1 are weighed; among
+        the ones within FREE_SHARE of the fastest the largest is taken: quality for nothing.
+
+        *token_bytes*: what a stored token takes on the link, all layers. *can_skip_rows*: the
+        source leaves out what ``narrow`` names. Raises InvalidRequestError.
         """
-        full, blend = self.full.estimate, self.blend.estimate
-        speed = self._link.estimate().p20_bytes_per_s
-        return Costs(self._n_layers, full, blend, token_bytes, speed, can_skip_rows).choose(plan)
+        check_selector(plan.selector)
+        if not token_bytes > 0:
+            raise InvalidRequestError("token_bytes", token_bytes, "give positive bytes")
+        token_s = token_bytes / self._link.estimate().p20_bytes_per_s
+        tokens, exact = len(plan.tokens), plan.count("exact")
+        full_s = self._full_s(tokens)
+        found = []
+        if exact:
+            work = Work.of([tokens - exact], tokens, exact)
+            found.append(Decision("prefix", 1.0, self._pipelined_s(work, exact * token_s), full_s))
+        if plan.count("approx") and plan.ratio < 1:  # at 1 it is the full prefill
+            steps = {plan.ratio, *(step / RATIO_STEPS for step in range(RATIO_STEPS))}
+            ratios = [step for step in steps if step >= plan.ratio]
+            timed = {one: self._blend_s(plan, one, token_s, can_skip_rows) for one in ratios}
+            free_s = min(timed.values()) * (1 + FREE_SHARE)
+            ratio = max(one for one, taken_s in timed.items() if taken_s <= free_s)
+            found.append(Decision("blend", ratio, timed[ratio], full_s))
+        margin = max(MIN_MARGIN, self.full.error_share, self.blend.error_share)
+        found = [one for one in found if one.expected_s * (1 + margin) < full_s]
+        nothing = Decision("full", 1.0, full_s, full_s)
+        return min(found, key=lambda one: one.expected_s, default=nothing)
+
+    def _blend_s(self, plan: BlendPlan, ratio: float, token_s: float, can_skip_rows: bool) -> float:
+        tokens, miss, layers = len(plan.tokens), plan.count("miss"), self._n_layers
+        stored = tokens - miss
+        chosen = miss + plan.chosen_tokens(ratio)
+        loaded, rows = float(stored), [chosen] * layers
+        measure = measure_of(plan, layers) if ratio > 0 else None
+        if measure == "attention":  # all is loaded for a pass of its own
+            first_s = self._pipelined_s(Work.of([miss], tokens, stored), stored * token_s)
+            return first_s + self._compute_s(Work.of(rows, tokens, 0))
+        if measure == "deviation":
+            rows[:CHECK_LAYER] = [miss + plan.count("approx")] * CHECK_LAYER
+        elif can_skip_rows:
+            loaded = tokens - chosen
+        return self._pipelined_s(Work.of(rows, tokens, stored), loaded * token_s)
+
+    def _pipelined_s(self, work: Work, load_s: float) -> float:
+        """Return when the last layer is done of *work* whose loads take *load_s*.
+
+        The first layer is loaded, the last computed; between them the slower hides the other.
+        """
+        compute_s = self._compute_s(work)
+        hidden_s = (self._n_layers - 1) * max(load_s, compute_s)
+        return (load_s + hidden_s + compute_s) / self._n_layers
+
+    def _compute_s(self, work: Work) -> float:
+        """Return what *work* takes: no less than as many rows of a prefill.
+
+        The two are learned apart, and what errs low in one must not look like a gain.
+        """
+        as_prefill = work._replace(loaded=0.0)
+        return max(self.full.speed.seconds(as_prefill), self.blend.speed.seconds(work))
+
+    def _full_s(self, tokens: int) -> float:
+        return self.full.speed.seconds(Work.of([tokens], tokens, 0))
 
     def observe_full(self, tokens: int, seconds: float) -> None:
         """Take note of a full prefill."""
         self.full.observe(Work.of([tokens], tokens, 0), seconds)
-        with self._lock:
-            known = seconds / tokens if math.isnan(self._token_s) else self._token_s
-            self._token_s = known + _EWMA_WEIGHT * (seconds / tokens - known)
 
     def observe_blend(self, plan: BlendPlan, result: BlendResult, loaded_bytes: int) -> None:
         """Take note of a blend: what it computed, and how fast *loaded_bytes* came."""
-        report = result.report
+        report, tokens, miss = result.report, len(plan.tokens), plan.count("miss")
         if report.failure:
             return
-        loaded = plan.count("exact") + plan.count("approx")
-        work = Work.of(report.rows, len(plan.tokens), loaded)
+        work = Work.of(report.rows, tokens, tokens - miss)
         if report.attention is not None:
-            probe = Work.of([plan.count("miss")], len(plan.tokens), 0)
+            probe = Work.of([miss], tokens, 0)
             work = Work(*(a + b for a, b in zip(work, probe, strict=True)))
         self.blend.observe(work, report.total_s - report.wait_s)
         self.observe_load(loaded_bytes, report.load_s)
@@ -318,10 +283,9 @@ class BlendPlanner:
 
     def wait_s(self, tokens: int, size_bytes: int) -> float:
         """Return how long loads of *size_bytes* are waited for, in all, of a prompt of *tokens*."""
-        with self._lock:
-            full_s, load_s = self._token_s * tokens, self._byte_s * size_bytes
-        if math.isnan(full_s):
+        if not self.full.is_measured:
             return FIRST_WAIT_S
+        full_s, load_s = self._full_s(tokens), self._byte_s * size_bytes
         if math.isnan(load_s):
             return MAX_WAIT_SHARE * full_s
         return min(MAX_WAIT_SHARE * full_s, LOAD_FACTOR * load_s + SLACK_SHARE * full_s)

@@ -8,11 +8,12 @@ from __future__ import annotations
 
 import math
 import time
+from collections import deque
 from collections.abc import Mapping, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from concurrent.futures import TimeoutError as WaitedTooLong
 from dataclasses import dataclass, field, replace
-from functools import reduce
+from functools import partial, reduce
 from typing import Protocol
 
 import torch
@@ -29,7 +30,6 @@ from kvstore.client.blend.layer_pass import (
 )
 from kvstore.client.blend.plan import BlendPlan, Origin
 from kvstore.client.blend.selectors import (
-    CHECK_LAYER,
     check_selector,
     chooses_any,
     computed_rows,
@@ -47,7 +47,7 @@ MAX_SINKS = 4
 
 
 class LayerSource(Protocol):
-    """Gives what is stored of a plan's segments. One thread reads layers, in rising order."""
+    """Gives what is stored of a plan's segments. One thread reads all layers, in their order."""
 
     def layer(self, i: int) -> Mapping[int, LayerKV]:
         """Return layer *i* of every ``exact`` and ``approx`` segment, by the segment's index.
@@ -78,51 +78,41 @@ class MemorySource:
 
 
 class LayerLoader:
-    """Reads *layers* of *source* in order, in a thread of its own, one layer ahead.
+    """Reads *layers* of *source* in a thread of its own, ahead of those that are taken.
 
     *patience_s*: how long ``take`` waits for all of them; for one at most LAYER_WAIT_S.
     ``load_s`` is what the source took, ``wait_s`` what of it was waited for. A with statement
     ends the thread; a call of the source that is under way then is left to its own deadline.
     """
 
-    def __init__(self, source: LayerSource, layers: Sequence[int], patience_s: float) -> None:
+    def __init__(self, source: LayerSource, layers: int, patience_s: float) -> None:
         self._source = source
-        self._layers = iter(layers)
         self._patience_s = patience_s
-        self._thread = ThreadPoolExecutor(1, "kvstore-blend")
-        self._next: Future[Mapping[int, LayerKV]]
         self.load_s = 0.0
         self.wait_s = 0.0
+        self._thread = ThreadPoolExecutor(1, "kvstore-blend")
+        self._pending = deque(self._thread.submit(self._load, i) for i in range(layers))
 
     def __enter__(self) -> LayerLoader:
-        self._next = self._thread.submit(self._load)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self._thread.shutdown(wait=kind is None, cancel_futures=True)
 
     def take(self) -> Mapping[int, LayerKV]:
-        """Return the next layer and begin the one behind it.
-
-        Raises DeadlineError, and what the source raises.
-        """
-        pending, started = self._next, time.perf_counter()
+        """Return the next layer. Raises DeadlineError, and what the source raises."""
+        pending, started = self._pending.popleft(), time.perf_counter()
         limit_s = max(0.0, min(LAYER_WAIT_S, self._patience_s - self.wait_s))
         try:
-            found = pending.result(limit_s)
+            return pending.result(limit_s)
         except WaitedTooLong as error:
             if pending.done():  # the source's own deadline
                 raise
             raise DeadlineError(f"a layer did not come within {limit_s:.3g} s") from error
         finally:
             self.wait_s += time.perf_counter() - started
-        self._next = self._thread.submit(self._load)
-        return found
 
-    def _load(self) -> Mapping[int, LayerKV]:
-        layer = next(self._layers, None)
-        if layer is None:
-            return {}
+    def _load(self, layer: int) -> Mapping[int, LayerKV]:
         started = time.perf_counter()
         found = self._source.layer(layer)
         self.load_s += time.perf_counter() - started
@@ -256,7 +246,7 @@ class Blender:
         check_selector(plan.selector)
         own, started, failure = self.adapter.origin, time.perf_counter(), ""
         refused = _refused(plan, own)
-        plan = plan.as_miss(_computed_anyway(plan) | frozenset(refused))
+        plan = plan.as_miss(_computed_anyway(plan) | refused.keys())
         try:
             result = self._blended(plan, source, patience_s)
         except KVStoreError as error:
@@ -285,39 +275,27 @@ class Blender:
             return self._computed(plan.tokens, last)
         adapter, sinks = self.adapter, sink_rows(plan, self._sinks)
         measure = measure_of(plan, adapter.n_layers) if chooses_any(plan) else None
-        # Up to the check layer all approximate rows are computed, and none is loaded.
-        check = CHECK_LAYER if measure == "deviation" else 0
-        first = 0 if plan.count("exact") else check
-        layers, exact = range(first, adapter.n_layers), plan.without("approx")
-        deviation = attention = None
+        chosen, attention = partial(computed_rows, plan, sinks), None
         rows = rows_of(plan, "approx", "miss")
         if measure is None:
-            rows = computed_rows(plan, sinks, None)
+            rows = chosen(None)
             source.narrow(rows.tolist())
-
-        def choose(found: Tensor) -> Tensor:
-            nonlocal deviation
-            deviation = found
-            # Sinks are computed anyway, and not charged to the ratio.
-            others = found.index_fill(0, sinks.to(found.device), -1.0)
-            return computed_rows(plan, sinks, others)
-
-        with LayerLoader(source, layers, patience_s) as loader:
+        with LayerLoader(source, adapter.n_layers, patience_s) as loader:
 
             def stored_kv(layer: int) -> LayerKV:
-                loaded = loader.take() if layer >= first else {}
-                return place_segments(adapter, exact if layer < check else plan, layer, loaded)
+                return place_segments(adapter, plan, layer, loader.take())
 
             kv_of: StoredKV = stored_kv
             if measure == "attention":
                 kv, attention = self._probed(plan, stored_kv, sinks)
-                rows, kv_of = computed_rows(plan, sinks, attention), kv.__getitem__
-            work = LayerPass(plan.tokens, rows, last, choose if check else None)
+                rows, kv_of = chosen(attention), kv.__getitem__
+            choose = chosen if measure == "deviation" else None
+            work = LayerPass(plan.tokens, rows, last, choose)
             logits = work.run(adapter, kv_of)
         is_approx = torch.isin(work.rows, rows_of(plan, "approx").to(work.rows.device))
         selected, counts = work.rows[is_approx], tuple(work.row_counts)
         loads = loader.load_s, loader.wait_s
-        report = BlendReport(selected, counts, deviation, attention, *loads)
+        report = BlendReport(selected, counts, work.deviation, attention, *loads)
         return BlendResult(logits, tuple(work.kv), plan.count("approx") > 0, report)
 
     def _probed(
@@ -353,19 +331,18 @@ def _refused(plan: BlendPlan, own: Origin) -> dict[int, str]:
     return found
 
 
-def _computed_anyway(plan: BlendPlan) -> frozenset[int]:
+def _computed_anyway(plan: BlendPlan) -> set[int]:
     """Return the segments that are not to be loaded, by their indices.
 
     Those ``approx`` ones all of whose rows are to be computed; and the ``exact`` ones too when
-    that is all of them: whoever wants every row computed wants the full prefill. Behind a loaded
-    prefix rows are summed in another order: 2e-5 of a logit in float32, and as far as that is
-    the engine's own prefix cache from its full prefill.
+    that is all of them: whoever wants every row computed wants the full prefill, and behind a
+    loaded prefix rows are summed in another order (2e-5 of a logit in float32).
     """
     shares = plan.shares()
     whole = {index for index, share in shares.items() if share >= 1}
     if whole and len(whole) == len(shares):
         whole.update(index for index, _ in plan.of_kind("exact"))
-    return frozenset(whole)
+    return whole
 
 
 def _padded(result: BlendResult, count: int) -> list[LayerKV]:

@@ -34,9 +34,8 @@ report can hold."""
 _LARGEST_HALF = 65504.0
 _BYTE = 255
 _LATE = ("DeadlineError", "TierUnavailableError")
-_PRIOR = Speed(0.0, 0.0, 1e-4, 1e-9)
-_PRIOR_BYTES_PER_S = 1e9
-"""Both only until something was measured, and nothing is decided by them."""
+_PRIOR, _PRIOR_BYTES_PER_S = Speed(0.0, 0.0, 1e-4, 1e-9), 1e9
+"""Only until something was measured, and nothing is decided by them."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,8 +141,8 @@ class GuardedBlender:
         selector: str = "hybrid",
         planner: BlendPlanner | None = None,
     ) -> None:
-        own = BlendPlanner(blender.adapter.n_layers, _PRIOR, LinkMeter(_PRIOR_BYTES_PER_S))
-        self._planner = planner or own
+        link = LinkMeter(_PRIOR_BYTES_PER_S)
+        self._planner = planner or BlendPlanner(blender.adapter.n_layers, _PRIOR, link)
         self._client = client
         self._blender = blender
         self._terms = terms or SegmentQuery()
@@ -169,34 +168,32 @@ class GuardedBlender:
 
     def _blended(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GuardedResult:
         terms = replace(self._terms, weights=self._blender.adapter.origin.weights)
-        with self._client.find_segments(tokens, ranges, terms) as resolved:
-            with StoreSource(resolved, tokens, self._client.model) as source:
-                plan = replace(source.plan, selector=self._selector)
-                decision = self._decided(plan, source, resolved)
-                if decision is not None:
-                    plan = decision.applied(plan)
-                if plan.count("miss") == len(tokens):  # nothing there, or not worth it
-                    resolved.release()
-                result = self._tried(plan, source, resolved)
-                answer = GuardedResult(result, plan, gate=resolved.found.gate, decision=decision)
-                if not result.is_blended:
-                    return answer
-                full, shadow = None, None
-                if resolved.found.is_shadow:
-                    full = self._prefill(tokens, plan.segments[-1].start)
-                    shadow = self._compared(tokens, full, result)  # None: no memory for it
-                answer = replace(answer, result=full or result)
-                now = {result.weights, answer.result.weights, self._blender.adapter.origin.weights}
-                if now != {terms.weights}:  # of mixed weights: says nothing
-                    return answer
-                report = _report(plan, source, result, full)
+        with (
+            self._client.find_segments(tokens, ranges, terms) as resolved,
+            StoreSource(resolved, tokens, self._client.model) as source,
+        ):
+            plan = replace(source.plan, selector=self._selector)
+            decision = self._decided(plan, source, resolved)
+            plan = plan if decision is None else decision.applied(plan)
+            if plan.count("miss") == len(tokens):  # nothing there, or not worth it
+                resolved.release()
+            result = self._tried(plan, source, resolved)
+            answer = GuardedResult(result, plan, gate=resolved.found.gate, decision=decision)
+            if not result.is_blended:
+                return answer
+            full, shadow = None, None
+            if resolved.found.is_shadow:
+                full = self._prefill(tokens, plan.segments[-1].start)
+                shadow = self._compared(tokens, full, result)  # None: no memory for it
+            answer = replace(answer, result=full or result)
+            now = {result.weights, answer.result.weights, self._blender.adapter.origin.weights}
+            if now != {terms.weights}:  # of mixed weights: says nothing
+                return answer
+            answer = replace(answer, shadow=shadow)
             try:
-                reported = None
-                if shadow is not None:
-                    answer = replace(answer, shadow=shadow)
-                    reported = shadow.reported
-                report = replace(report, tag=self._terms.tag, shadow=reported)
-                return replace(answer, gate=self._client.report_reuse(report))
+                report = _report(plan, source, result, full, shadow)
+                gate = self._client.report_reuse(replace(report, tag=terms.tag))
+                return replace(answer, gate=gate)
             except KVStoreError as error:
                 return replace(answer, failure=f"{type(error).__name__}: {error}")
 
@@ -231,8 +228,8 @@ class GuardedBlender:
         return self._planner.choose(plan, source.token_bytes, can_skip_rows=source.can_skip_rows)
 
     def _tried(self, plan: BlendPlan, source: StoreSource, resolved: SegmentMatch) -> BlendResult:
-        # What is answered from a full prefill is to be compared, whatever it takes.
         within_s = self._planner.wait_s(len(plan.tokens), source.loaded_bytes)
+        # What is answered from a full prefill is to be compared, whatever it takes.
         patience_s = math.inf if resolved.found.is_shadow else within_s
         result = self._blender.blend(plan, source, patience_s=patience_s)
         if result.report.failure.startswith(_LATE):
@@ -246,13 +243,16 @@ class GuardedBlender:
 
 
 def _report(
-    plan: BlendPlan, source: StoreSource, result: BlendResult, full: BlendResult | None
+    plan: BlendPlan,
+    source: StoreSource,
+    result: BlendResult,
+    full: BlendResult | None,
+    shadow: ShadowEval | None,
 ) -> ReuseReport:
-    """Return the report on one blend. With a *full* prefill deviations are those of
-    all layers.
+    """Return the report on one blend; with a *full* prefill deviations are those of all layers.
 
-    Its ratio is the share of the approximate tokens that was wanted, the smallest of all segments:
-    it is what the gate is about; the tokens that were computed are rounded up.
+    Its ratio is the smallest share of a segment that was wanted: it is what the gate is about.
+    Raises InvalidRequestError for a comparison that cannot be.
     """
     done = result.report
     layer, found = 0, None
@@ -284,6 +284,7 @@ def _report(
         load_ms=1e3 * done.load_s,
         compute_ms=1e3 * done.total_s,
         full_ms=1e3 * full.report.total_s if full is not None else 0.0,
+        shadow=None if shadow is None else shadow.reported,
     )
 
 

@@ -1,15 +1,4 @@
-"""One pass over an engine's layers, in which some rows are computed and the rest is stored.
-
-Rows are attended in runs without a gap. Varlen attention kernels align a causal mask to the
-bottom right: with m scattered rows of n keys as one sequence, row i reads keys up to n - m + i,
-which lie in its future. A run [a, b) as a sequence of its own, with b - a queries and b keys, is
-exact.
-
-A stored key is g R(p w) of what the model projected: gain g, position p, frequencies w. To
-stand at p' each of its pairs is turned by p' w - p w. Values are never touched. Both products
-are rounded to float32 first, as engines do: their difference is then the one that the engine's
-own tables have, at any distance (a delta angle in float64 is off by 4e-3 after 900,000 tokens).
-"""
+"""One pass over an engine's layers, in which some rows are computed and the rest is stored."""
 
 from __future__ import annotations
 
@@ -29,8 +18,6 @@ from kvstore.proto.types import RopeParameters
 
 LayerKV: TypeAlias = tuple[Tensor, Tensor]
 """K and V of one layer: (kv_heads, tokens, head_dim) each, in the engine's dtype."""
-RowRun: TypeAlias = tuple[int, int]
-"""Rows at positions [a, b)."""
 StoredKV: TypeAlias = Callable[[int], LayerKV]
 """K and V of the whole prompt at a layer, with what is stored in its place."""
 Watch: TypeAlias = Callable[[int, Tensor, Tensor, LayerKV], None]
@@ -76,6 +63,8 @@ def rerotate(keys: Tensor, old: Tensor, new: Tensor, rope: RopeSpec) -> Tensor:
     Computed in float64 and rounded once to the keys' dtype: within one unit in the last place of
     the exact turn. Raises ModelError for keys with fewer channels than are rotated.
     """
+    # Positions times frequencies are rounded to float32 before they are subtracted: so the turn is
+    # that of the engine's own tables (float64 alone is off by 4e-3 after 900,000 tokens).
     pairs = len(rope.frequencies)
     if 2 * pairs > keys.shape[-1]:
         found = (2 * pairs, keys.shape[-1])
@@ -114,10 +103,11 @@ class EngineAdapter(Protocol):
     def qkv(self, layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """Return Q (heads, rows, head_dim), rotated to *positions*, and K and V alike."""
 
-    def attend(self, layer: int, query: Tensor, runs: Sequence[RowRun], kv: LayerKV) -> Tensor:
-        """Return what the rows of *runs* read of *kv*: (rows, heads * head_dim).
+    def attend(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
+        """Return what the rows at *positions*, which rise, read of *kv*: (rows, heads * head_dim).
 
-        A row at position p reads keys at positions up to p, and those after p - window.
+        A row at position p reads keys at positions up to p, and those after p - window. Kernels
+        that align a causal mask of scattered rows to the bottom right let them read the future.
         """
 
     def attention_mass(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
@@ -131,21 +121,6 @@ class EngineAdapter(Protocol):
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Return the logits of rows: (rows, vocabulary)."""
-
-
-def runs_of(positions: Tensor) -> list[RowRun]:
-    """Return the runs of *positions*, which rise: (rows,)."""
-    if not positions.numel():
-        return []
-    cuts = (torch.nonzero(positions[1:] != positions[:-1] + 1).flatten() + 1).tolist()
-    starts, ends = [0, *cuts], [*cuts, positions.numel()]
-    values = positions.tolist()
-    return [(values[a], values[b - 1] + 1) for a, b in zip(starts, ends, strict=True)]
-
-
-def positions_of(runs: Sequence[RowRun], device: torch.device | None = None) -> Tensor:
-    """Return the positions of *runs*: (rows,)."""
-    return torch.cat([torch.arange(a, b, device=device) for a, b in runs])
 
 
 def reads(positions: Tensor, first_key: int, last_key: int, window: int | None) -> Tensor:
@@ -165,8 +140,9 @@ class LayerPass:
     """What a pass over *tokens* is to do, and what it found.
 
     *rows*: positions that are computed, rising; at the end those of the last layer.
-    *logits_from*: the first position whose logits are wanted. *choose*: given the squared distance
-    of fresh values from stored at CHECK_LAYER, (tokens,), returns the rows that are computed on.
+    *logits_from*: the first position whose logits are wanted. *choose*: given the *deviation*, the
+    squared distance of fresh values from stored at CHECK_LAYER, (tokens,), returns the rows that
+    are computed on.
     """
 
     tokens: Sequence[int]
@@ -174,6 +150,7 @@ class LayerPass:
     logits_from: int
     choose: Callable[[Tensor], Tensor] | None = None
     watch: Watch | None = None
+    deviation: Tensor | None = None
     kv: list[LayerKV] = field(default_factory=list)
     row_counts: list[int] = field(default_factory=list)
 
@@ -186,27 +163,25 @@ class LayerPass:
         self.rows = self.rows.to(adapter.device)
         is_whole = self.choose is None and len(self.rows) == len(self.tokens)
         hidden = adapter.embed(torch.tensor(self.tokens, device=adapter.device)[self.rows])
-        runs = runs_of(self.rows)
         for layer in range(adapter.n_layers):
             placed = None if is_whole else stored_kv(layer)  # waits; the next layer is requested
             query, *fresh = adapter.qkv(layer, hidden, self.rows)
             before = self.rows
             self._place(layer, fresh, placed)
             if self.rows is not before:
-                is_kept, runs = torch.isin(before, self.rows), runs_of(self.rows)
+                is_kept = torch.isin(before, self.rows)
                 query, hidden = query[:, is_kept], hidden[is_kept]
             self.row_counts.append(len(self.rows))
             if self.watch is not None:
                 self.watch(layer, query, self.rows, self.kv[-1])
+            rows = self.rows
             if layer == adapter.n_layers - 1 and not is_whole:
                 # Its KV is written; only these rows are read again.
-                is_wanted = self.rows >= self.logits_from
-                query, hidden = query[:, is_wanted], hidden[is_wanted]
-                runs = runs_of(self.rows[is_wanted])
-            if runs:
-                hidden = adapter.post(
-                    layer, hidden, adapter.attend(layer, query, runs, self.kv[-1])
-                )
+                is_wanted = rows >= self.logits_from
+                query, hidden, rows = query[:, is_wanted], hidden[is_wanted], rows[is_wanted]
+            if len(rows):
+                attended = adapter.attend(layer, query, rows, self.kv[-1])
+                hidden = adapter.post(layer, hidden, attended)
         return adapter.logits(hidden[self.rows >= self.logits_from] if is_whole else hidden)
 
     def _place(self, layer: int, fresh: Sequence[Tensor], placed: LayerKV | None) -> None:
@@ -216,10 +191,10 @@ class LayerPass:
             return
         rows, stored = self.rows, placed[1]
         if self.choose is not None and layer == CHECK_LAYER:
-            deviation = torch.zeros(len(self.tokens), device=stored.device)
+            self.deviation = torch.zeros(len(self.tokens), device=stored.device)
             distance = fresh[1].float() - stored[:, rows].float()
-            deviation[rows] = distance.square().sum((0, 2))
-            self.rows = self.choose(deviation).to(rows.device)
+            self.deviation[rows] = distance.square().sum((0, 2))
+            self.rows = self.choose(self.deviation).to(rows.device)
         placed[0][:, rows], placed[1][:, rows] = fresh
         self.kv.append(placed)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
@@ -91,9 +91,6 @@ class BlendPlan:
 
     def __post_init__(self) -> None:
         _check_share("ratio", self.ratio)
-        self._check_tiles()
-
-    def _check_tiles(self) -> None:
         if not 0 < len(self.tokens) <= MAX_PROMPT_TOKENS:
             raise InvalidRequestError("tokens", len(self.tokens), f"1 to {MAX_PROMPT_TOKENS}")
         if not 0 < len(self.segments) <= MAX_SEGMENTS:
@@ -129,27 +126,25 @@ class BlendPlan:
         found = self.of_kind("approx")
         return {at: self.ratio if one.ratio is None else one.ratio for at, one in found}
 
-    def as_miss(self, indices: frozenset[int]) -> BlendPlan:
+    def as_miss(self, indices: Container[int]) -> BlendPlan:
         """Return the plan that computes the segments at *indices* instead."""
-        segments = [
-            Segment(segment.start, segment.end, "miss") if index in indices else segment
-            for index, segment in enumerate(self.segments)
-        ]
+        segments = (
+            Segment(one.start, one.end, "miss") if at in indices else one
+            for at, one in enumerate(self.segments)
+        )
         return replace(self, segments=tuple(segments))
 
     def without(self, *kinds: Kind) -> BlendPlan:
         """Return the plan that computes the segments of *kinds* instead."""
-        return self.as_miss(frozenset(index for kind in kinds for index, _ in self.of_kind(kind)))
+        return self.as_miss([at for at, one in enumerate(self.segments) if one.kind in kinds])
 
     def with_ratio(self, ratio: float) -> BlendPlan:
         """Return the plan with *ratio*, in segments that had less of their own, too."""
-        if ratio == self.ratio:
-            return self
-        segments = tuple(
-            segment if segment.ratio is None else replace(segment, ratio=max(segment.ratio, ratio))
-            for segment in self.segments
+        segments = (
+            one if one.ratio is None else replace(one, ratio=max(one.ratio, ratio))
+            for one in self.segments
         )
-        return replace(self, segments=segments, ratio=ratio)
+        return replace(self, segments=tuple(segments), ratio=ratio)
 
     def chosen_tokens(self, ratio: float) -> float:
         """Return how many ``approx`` tokens *ratio*, or a higher one of a segment, computes."""

@@ -7,8 +7,7 @@ what a pass measured of each token, (tokens,); without it they take the first ro
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable
 from typing import Literal, TypeAlias
 
 import torch
@@ -76,12 +75,8 @@ def hybrid(plan: BlendPlan, measured: Tensor | None) -> Tensor:
     if measured is None or scores is None:
         return most_measured(plan, measured)
     scores = scores.to(measured.device)
-    segments = tuple(
-        one if one.ratio is None else replace(one, ratio=one.ratio / 2) for one in plan.segments
-    )
-    half = replace(plan, segments=segments, ratio=plan.ratio / 2)
     chosen = torch.zeros_like(scores)
-    chosen[pick_share(half, measured * (_FLOOR + scores))] = _CHOSEN
+    chosen[pick_share(plan, measured * (_FLOOR + scores), of_ratio=0.5)] = _CHOSEN
     return pick_share(plan, scores + chosen)
 
 
@@ -120,6 +115,8 @@ def computed_rows(plan: BlendPlan, sinks: Tensor, measured: Tensor | None) -> Te
     """Return the rows that are computed in all layers, on the CPU: (rows,)."""
     rows = [rows_of(plan, "miss"), sinks]
     if chooses_any(plan):
+        if measured is not None:  # sinks are computed anyway, and not charged to the ratio
+            measured = measured.index_fill(0, sinks.to(measured.device), -1.0)
         rows.append(SELECTORS[plan.selector](plan, measured).cpu())
     found: Tensor = torch.cat(rows).unique()
     return found
@@ -140,15 +137,22 @@ def sink_rows(plan: BlendPlan, count: int) -> Tensor:
     return _ranges(found)
 
 
-def pick_share(plan: BlendPlan, score: Tensor) -> Tensor:
+def pick_share(plan: BlendPlan, score: Tensor, of_ratio: float = 1.0) -> Tensor:
     """Return the plan's ratio of the ``approx`` tokens that is best by *score*, (tokens,).
 
     Segments with a ratio of their own keep to it; the others share theirs. Ties go to the
-    lower position. On the device of *score*.
+    lower position. On the device of *score*. *of_ratio*: the share of all ratios that is picked.
     """
-    found = [torch.arange(0, device=score.device)]
-    for spans, count in _budgets(plan):
+    groups: list[tuple[float, list[tuple[int, int]]]] = [(plan.ratio, [])]
+    for _, one in plan.of_kind("approx"):
+        if one.ratio is None:
+            groups[0][1].append((one.start, one.end))
+        else:
+            groups.append((one.ratio, [(one.start, one.end)]))
+    found = []
+    for ratio, spans in groups:
         places = _ranges(spans).to(score.device)
+        count = math.ceil(of_ratio * ratio * len(places) - 1e-9)
         best = torch.argsort(score[places], descending=True, stable=True)[:count]
         found.append(places[best])
     return torch.cat(found).sort().values
@@ -157,16 +161,6 @@ def pick_share(plan: BlendPlan, score: Tensor) -> Tensor:
 def rows_of(plan: BlendPlan, *kinds: str) -> Tensor:
     """Return the positions of the tokens of *kinds*, rising: (rows,), int64."""
     return _ranges((s.start, s.end) for s in plan.segments if s.kind in kinds)
-
-
-def _budgets(plan: BlendPlan) -> Iterator[tuple[Sequence[tuple[int, int]], int]]:
-    shared = []
-    for _, segment in plan.of_kind("approx"):
-        if segment.ratio is None:
-            shared.append((segment.start, segment.end))
-        else:
-            yield [(segment.start, segment.end)], math.ceil(segment.ratio * len(segment))
-    yield shared, math.ceil(plan.ratio * sum(end - start for start, end in shared) - 1e-9)
 
 
 def _stored_scores(plan: BlendPlan) -> Tensor | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
 
@@ -61,8 +60,6 @@ class StoreSource:
         self._tensors: dict[int, list[LayerKV]] = {}
         self._layers: Generator[Layer, None, None] | None = None
         self._is_closed = False
-        # Held while a layer is waited for: a generator is run by one thread at a time.
-        self._lock = threading.Lock()
 
     @property
     def loaded_bytes(self) -> int:
@@ -98,30 +95,24 @@ class StoreSource:
     def layer(self, i: int) -> Mapping[int, LayerKV]:
         """Return layer *i* of every segment that has all its chunks: on the CPU.
 
-        Waits for it, at most to the deadline of the client's calls. Layers are read in rising
-        order. Raises KVStoreErrors.
+        Waits for it, at most to the deadline of the client's calls. Layers are read in their order,
+        each once. Raises KVStoreErrors.
         """
+        if self._is_closed or not self._chunks:
+            return {}
         try:
-            with self._lock:
-                return self._next(i)
+            if self._layers is None:
+                self._layers = self._begun()
+            layer = next(self._layers, None)
         finally:
             if self._is_closed:  # meanwhile: close() did not wait for this
                 self.close()
-
-    def _next(self, i: int) -> dict[int, LayerKV]:
-        if self._is_closed or not self._chunks:
+        if layer is None or layer.id != self._layer_ids[i]:
             return {}
-        if self._layers is None:
-            self._layers = self._begun()
-        at, count = -1, 0
-        for layer in self._layers:
-            at, count = layer.id, len(layer.tensors)
-            if at >= self._layer_ids[i]:
-                break
-        found: dict[int, LayerKV] = {}
+        found, count = dict[int, LayerKV](), len(layer.tensors)
         for index, chunks in self._chunks.items():
             count -= len(chunks)
-            if count >= 0 and at == self._layer_ids[i]:
+            if count >= 0:
                 found[index] = self._tensors[index][i]
         return found
 
@@ -155,17 +146,11 @@ class StoreSource:
             self.left_out = frozenset(rows)
 
     def close(self) -> None:
-        """End the loads. Idempotent; a layer that is being waited for is left to its thread,
-        which ends them then.
-        """
+        """End the loads. Idempotent; the thread that waits for a layer meanwhile ends them then."""
         self._is_closed = True
-        if self._lock.acquire(blocking=False):
-            try:
-                layers, self._layers = self._layers, None
-                if layers is not None:
-                    layers.close()
-            finally:
-                self._lock.release()
+        if self._layers is not None:
+            with suppress(ValueError):  # what a generator says that is running
+                self._layers.close()
 
     def __enter__(self) -> StoreSource:
         return self

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -37,9 +38,12 @@ KEYS = {
 
 
 def test_every_key_is_printed_last_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    blocks, lines = read_blocks(SMALL), policy.block_lines()[:400]
+    blocks, lines = read_blocks(SMALL), policy.block_lines()[:200]
+    for name in (policy.CONVERSATION, SMALL):
+        (tmp_path / f"{name}.jsonl").touch()
+    monkeypatch.setattr(policy, "TRACES", tmp_path)
     monkeypatch.setattr(policy, "read_blocks", lambda _: blocks)
     monkeypatch.setattr(policy, "block_lines", lambda *_: lines)
     monkeypatch.setattr("bench.policy.hybrid.BARS", {SMALL: BARS[SMALL]})

@@ -9,18 +9,18 @@ One prompt at a time, on the CPU or one CUDA device. Written to be exact, not fa
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import DynamicCache, PreTrainedModel
 
 from kvstore.client.blend.engine import BlendResult
-from kvstore.client.blend.layer_pass import LayerKV, RopeSpec, RowRun, positions_of, reads
+from kvstore.client.blend.layer_pass import LayerKV, RopeSpec, reads
 from kvstore.client.blend.plan import Origin
 from kvstore.client.engines.transformers.identity import (
     MODEL_TYPES,
@@ -44,7 +44,11 @@ class TransformersAdapter:
     """
 
     def __init__(self, model: PreTrainedModel, adapter_digest: str = "none") -> None:
-        _check(model, adapter_digest)
+        if model.config.model_type not in MODEL_TYPES or not hasattr(model, "lm_head"):
+            fix = f"give a causal language model of {', '.join(MODEL_TYPES)}"
+            raise ModelError("model", type(model).__name__, fix)
+        check_adapter(model, adapter_digest)
+        check_device(model)
         engine: Any = model
         self._model = engine.eval()
         config = model.config
@@ -100,24 +104,24 @@ class TransformersAdapter:
             self._turned = (positions, cosine, sine)
         return cosine, sine
 
-    def attend(self, layer: int, query: Tensor, runs: Sequence[RowRun], kv: LayerKV) -> Tensor:
-        """Return what the rows of *runs* read, (rows, heads * head_dim).
+    def attend(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
+        """Return what the rows at *positions* read, (rows, heads * head_dim).
 
-        A run from 0 is one causal call; other rows go in blocks, each with the mask of its
-        positions, over the keys that it reads.
+        Rows from 0 on without a gap are one causal call; others go in blocks, each with the mask of
+        its positions, over the keys that it reads.
         """
-        window, found, first = self.window[layer], [], 0
-        for block in _blocks(runs):
-            positions = positions_of(block, query.device)
-            rows = query[:, first : first + positions.numel()]
-            first += positions.numel()
-            start, end = block[0][0], block[-1][1]
-            if start == 0 and len(block) == 1 and (window is None or end <= window):
-                found.append(self._read(layer, rows, kv, (0, end), None))
-                continue
-            low = 0 if window is None else max(0, start - window + 1)
-            mask = reads(positions, low, end, window)
-            found.append(self._read(layer, rows, kv, (low, end), mask))
+        window, at, found = self.window[layer], positions.tolist(), []
+        head = next((row for row, place in enumerate(at) if row != place), len(at))
+        if window is not None and head > window:
+            head = 0
+        if head:
+            found.append(self._read(layer, query[:, :head], kv, (0, head), None))
+        for first in range(head, len(at), BLOCK_ROWS):
+            stop = min(first + BLOCK_ROWS, len(at))
+            low = 0 if window is None else max(0, at[first] - window + 1)
+            span = (low, at[stop - 1] + 1)
+            mask = reads(positions[first:stop], *span, window)
+            found.append(self._read(layer, query[:, first:stop], kv, span, mask))
         return (found[0] if len(found) == 1 else torch.cat(found)).flatten(1)
 
     def _read(
@@ -172,23 +176,13 @@ class BlendedCache(DynamicCache):
         return cache
 
 
-def _check(model: PreTrainedModel, adapter_digest: str) -> None:
-    if model.config.model_type not in MODEL_TYPES or not hasattr(model, "lm_head"):
-        fix = f"give a causal language model of {', '.join(MODEL_TYPES)}"
-        raise ModelError("model", type(model).__name__, fix)
-    check_adapter(model, adapter_digest)
-    check_device(model)
-
-
 def _rotation(model: Any, origin: Origin, head_dim: int) -> RopeSpec:
     """Return the rotation of the model's own tables, once they are those its settings name."""
-    named = RopeSpec.of(origin.rope, head_dim)
-    table = model.model.rotary_emb
+    named, table = RopeSpec.of(origin.rope, head_dim), model.model.rotary_emb
     own = RopeSpec(tuple(table.inv_freq.float().tolist()), float(table.attention_scaling))
-    numbers = [] if named is None else [*named.frequencies, named.gain]
-    pairs = list(zip([*own.frequencies, own.gain], numbers, strict=False))
-    is_same = len(numbers) == len(own.frequencies) + 1
-    if not is_same or not all(math.isclose(a, b, rel_tol=_TABLE_TOLERANCE) for a, b in pairs):
+    wanted = [] if named is None else [*named.frequencies, named.gain]
+    numbers = [*own.frequencies, own.gain]
+    if len(numbers) != len(wanted) or not np.allclose(numbers, wanted, _TABLE_TOLERANCE, 0.0):
         fix = "the model's tables are others: load it with dtype=, do not cast it"
         raise ModelError("rope", origin.rope, fix)
     return own
@@ -206,23 +200,3 @@ def _rotated(rows: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
     """Return *rows*, (heads, rows, head_dim), rotated as transformers does, to the bit."""
     first, second = rows.chunk(2, -1)
     return rows * cosine + torch.cat((-second, first), -1) * sine
-
-
-def _blocks(runs: Sequence[RowRun]) -> Iterator[list[RowRun]]:
-    """Yield a run from 0 as it is, the others joined or cut to at most BLOCK_ROWS rows."""
-    block: list[RowRun] = []
-    room = BLOCK_ROWS
-    for start, end in runs:
-        if start == 0:
-            yield [(start, end)]
-            continue
-        while start < end:
-            stop = min(end, start + room)
-            block.append((start, stop))
-            room -= stop - start
-            start = stop
-            if not room:
-                yield block
-                block, room = [], BLOCK_ROWS
-    if block:
-        yield block

@@ -34,7 +34,6 @@ from kvstore.client.blend.layer_pass import (
     place_segments,
     reads,
     rerotate,
-    runs_of,
 )
 from kvstore.client.blend.plan import BlendPlan, Origin, Segment
 from kvstore.client.blend.selectors import SELECTORS
@@ -193,17 +192,21 @@ def test_rows_that_were_left_out_are_never_read(world: World) -> None:
 
 
 @pytest.mark.parametrize("name", ["llama", "mistral-window"])
-def test_attention_by_runs_is_attention_by_one_mask(name: str) -> None:
+@pytest.mark.parametrize("head", [0, 20, 100, 400])
+def test_attention_by_blocks_is_attention_by_one_mask(name: str, head: int) -> None:
+    """Of scattered rows, behind *head* without a gap."""
     small = make_world(name)
     adapter, generator = adapter_of(small), torch.Generator().manual_seed(3)
-    rows = (torch.rand(400, generator=generator) < 0.6).nonzero().flatten()
+    is_computed = torch.rand(400, generator=generator) < 0.6
+    is_computed[:head] = True
+    rows = is_computed.nonzero().flatten()
     shape = (adapter.kv_heads, 400, adapter.head_dim)
     kv = (
         torch.randn(shape, generator=generator, dtype=torch.float64),
         torch.randn(shape, generator=generator, dtype=torch.float64),
     )
     query = torch.randn(4, len(rows), 16, generator=generator, dtype=torch.float64)
-    found = adapter.attend(0, query, runs_of(rows), kv)
+    found = adapter.attend(0, query, rows, kv)
     keys, values = (part.repeat_interleave(2, 0) for part in kv)
     scores = query @ keys.mT / 4.0
     mask = reads(rows, 0, 400, adapter.window[0])

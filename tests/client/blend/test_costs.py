@@ -14,9 +14,7 @@ from hypothesis import strategies as st
 from kvstore.client.blend.cost import (
     MIN_MARGIN,
     BlendPlanner,
-    CostEstimate,
     CostMeter,
-    Costs,
     Speed,
     Work,
 )
@@ -29,7 +27,6 @@ from kvstore.proto.errors import DeadlineError, InvalidRequestError
 
 LAYERS = 32
 SPEED = Speed(1e-3, 1e-7, 2e-5, 5e-10)
-SURE = CostEstimate(SPEED, 0.0)
 TOKEN_BYTES = 131072.0
 
 
@@ -42,8 +39,17 @@ def plan(ratio: float = 0.15, exact: int = 512, approx: int = 7000, **settings: 
     return BlendPlan(tuple(range(place)), tuple(segments), ratio=ratio, **settings)
 
 
+def planner_of(
+    bytes_per_s: float, error_share: float = 0.0, speed: Speed = SPEED, layers: int = LAYERS
+) -> BlendPlanner:
+    """A planner of an engine that is known, blends up to *error_share*."""
+    found = BlendPlanner(layers, speed, LinkMeter(bytes_per_s))
+    found.full.error_share, found.blend.error_share = 0.0, error_share
+    return found
+
+
 def decide(found: BlendPlan, bytes_per_s: float, **terms: Any) -> Any:
-    return Costs(LAYERS, SURE, SURE, TOKEN_BYTES, bytes_per_s, **terms).choose(found)
+    return planner_of(bytes_per_s).choose(found, TOKEN_BYTES, **terms)
 
 
 def test_the_faster_the_storage_the_less_is_computed() -> None:
@@ -86,21 +92,24 @@ def test_nothing_is_chosen_that_is_expected_to_lose(
 
 
 def test_what_is_not_known_well_has_to_gain_more() -> None:
-    unsure = CostEstimate(SPEED, 4.0)
-    assert Costs(LAYERS, SURE, unsure, TOKEN_BYTES, 1e10).choose(plan()).action == "full"
-    assert Costs(LAYERS, SURE, SURE, TOKEN_BYTES, 1e10).choose(plan()).action == "blend"
+    assert planner_of(1e10, 4.0).choose(plan(), TOKEN_BYTES).action == "full"
+    assert planner_of(1e10).choose(plan(), TOKEN_BYTES).action == "blend"
 
 
-def test_a_layer_is_asked_for_when_the_one_before_it_is_taken() -> None:
-    """By hand: 2 layers, a load of 3 s each. Done at 3 s + a layer, then 6 s + a layer."""
-    full = CostEstimate(Speed(0.0, 0.0, 1.0, 0.0), 0.0)
-    blend = CostEstimate(Speed(0.0, 0.0, 1e-3, 0.0), 0.0)
-    costs = Costs(2, full, blend, token_bytes=2.0, bytes_per_s=2 * 60 / 6)
-    found = costs.choose(plan(0.5, exact=0, approx=60, selector="first_k"))
-    rows = 0.5 * 60 + 64
+@pytest.mark.parametrize("load_s", [3.0, 60.0])
+def test_layers_are_loaded_while_others_are_computed(load_s: float) -> None:
+    """By hand: 2 layers. The second is loaded while the first is computed, or after it was."""
+    planner = planner_of(2 * 60 / (2 * load_s), speed=Speed(0.0, 0.0, 1.0, 0.0), layers=2)
     # Rows of a blend are never believed to be cheaper than those of a prefill: 1 s each.
+    planner.blend.speed = Speed(0.0, 0.0, 1e-3, 0.0)
+    found = planner.choose(plan(0.5, exact=0, approx=60, selector="first_k"), token_bytes=2.0)
+    layer_s = (found.ratio * 60 + 64) / 2
     assert found.full_s == 124
-    assert found.expected_s == pytest.approx(3 + rows)
+    if load_s == 3.0:
+        assert (found.action, found.ratio) == ("blend", 0.5)
+        assert found.expected_s == pytest.approx(load_s + 2 * layer_s)
+    else:  # two loads and the last layer are no gain
+        assert found.action == "full"
 
 
 def test_a_decision_is_applied_to_its_plan() -> None:
@@ -133,7 +142,7 @@ def test_a_meter_learns_the_speed_of_an_engine_that_is_not_what_it_was_told() ->
     meter = CostMeter(SPEED)
     true = Speed(3e-3, 4e-7, 9e-5, 1e-9)
     observed(meter, true, 40, noise=0.05)
-    found = meter.estimate
+    found = meter
     for tokens, rows in ((1000, 150), (8000, 1200), (8000, 8000)):
         work = Work.of([rows], tokens, tokens - rows)
         assert found.speed.seconds(work) == pytest.approx(true.seconds(work), rel=0.2)
@@ -144,7 +153,7 @@ def test_a_meter_says_how_badly_it_predicts() -> None:
     calm, wild = CostMeter(SPEED), CostMeter(SPEED)
     observed(calm, SPEED, 30, noise=0.01)
     observed(wild, SPEED, 30, noise=0.8)
-    assert calm.estimate.error_share < 0.05 < wild.estimate.error_share
+    assert calm.error_share < 0.05 < wild.error_share
 
 
 def test_one_sample_moves_an_estimate_and_nonsense_does_not() -> None:
@@ -152,9 +161,9 @@ def test_one_sample_moves_an_estimate_and_nonsense_does_not() -> None:
     work = Work.of([8000], 8000, 0)
     for seconds in (0.0, -1.0, math.nan, math.inf):
         meter.observe(work, seconds)
-    assert meter.estimate.speed == SPEED
+    assert meter.speed == SPEED
     meter.observe(work, 5 * SPEED.seconds(work))
-    found = meter.estimate.speed
+    found = meter.speed
     assert found.seconds(work) == pytest.approx(5 * SPEED.seconds(work), rel=0.2)
 
 
@@ -182,9 +191,9 @@ def test_loads_that_were_given_up_say_that_the_link_is_no_faster() -> None:
 
 
 def test_costs_and_speeds_are_checked_at_birth() -> None:
-    for terms in ((0.0, 1.0), (1.0, 0.0)):
-        with pytest.raises(InvalidRequestError, match="storage"):
-            Costs(LAYERS, SURE, SURE, *terms)
+    for token_bytes in (0.0, -1.0, math.nan):
+        with pytest.raises(InvalidRequestError, match="token_bytes"):
+            planner_of(1e9).choose(plan(), token_bytes)
     for speed in ((-1.0, 0.0, 1.0, 1.0), (0.0, 0.0, 0.0, 0.0), (0, 0, math.nan, 1)):
         with pytest.raises(InvalidRequestError, match="speed"):
             Speed(*speed)
@@ -250,7 +259,7 @@ def test_a_sources_own_deadline_is_told_as_it_said_it() -> None:
             raise DeadlineError("redis took too long")
 
     with (
-        LayerLoader(Late({}), [0], math.inf) as loader,
+        LayerLoader(Late({}), 1, math.inf) as loader,
         pytest.raises(DeadlineError, match="redis"),
     ):
         loader.take()
