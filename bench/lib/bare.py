@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ import numpy as np
 import zmq
 from xxhash import xxh3_64
 
+from bench.lib.processes import child
 from bench.lib.workload import MIB
 from kvstore.proto.buffers import Bytes
 
@@ -67,13 +67,8 @@ def _send(kind: str, size: int) -> None:
 @contextmanager
 def _sender(kind: str, size_bytes: int) -> Iterator[int]:
     """Run a process that sends *size_bytes* whenever it is asked; yield its port."""
-    command = [sys.executable, "-m", "bench.lib.bare", kind, str(size_bytes)]
-    with subprocess.Popen(command, stdout=subprocess.PIPE) as process:
-        try:
-            assert process.stdout is not None
-            yield int(process.stdout.readline())
-        finally:
-            process.kill()
+    with child(sys.executable, "-m", "bench.lib.bare", kind, str(size_bytes)) as (_, line):
+        yield int(line)
 
 
 def _receive(link: socket.socket, out: Bytes, flags: int = socket.MSG_WAITALL) -> None:
