@@ -55,9 +55,10 @@ from kvstore.proto.types import DIGEST_BYTES, END_KINDS, Accuracy, ChunkKey, KVL
 class ChunkRequest(NamedTuple):
     """What to read into *room*: chunks of *accuracy* or better, of each what *shard* has.
 
-    Each batch comes under its own of *leases*; without them the call takes its own. Layer by layer
-    *accepts* decides by a chunk's place and header whether its frame is the wanted one, and rows
-    that are *skipped* need not come.
+    Each batch comes under its own of *leases*; without them the call takes its own, of *most*
+    chunks at a time, and says by *came* how many there are after each. Layer by layer *accepts*
+    decides by a chunk's place and header whether its frame is the wanted one, and rows that are
+    *skipped* need not come.
     """
 
     keys: Sequence[ChunkKey]
@@ -68,6 +69,8 @@ class ChunkRequest(NamedTuple):
     shard: Shard | None = None
     accepts: Callable[[int, FrameHeader], bool] | None = None
     skipped: SkippedRows | None = None
+    most: int = 0
+    came: Callable[[int], None] | None = None
 
 
 def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
@@ -75,7 +78,8 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
 
     def work(transport: Transport, left_ms: LeftMs) -> list[Decoded]:
         session, keys, leases = transport.session, request.keys, request.leases
-        limit, digests = session.terms.max_batch_chunks, packed(keys, session.terms.namespace)
+        most, digests = session.terms.max_batch_chunks, packed(keys, session.terms.namespace)
+        limit = min(most, request.most or most)
         found: list[Decoded] = []
         for first in range(0, max(1, len(keys)), limit):
             some, lease_id = keys[first : first + limit], leases[first // limit] if leases else 0
@@ -93,6 +97,10 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
                 break
             if broken is not None:
                 link.quarantine(transport, broken, left_ms)
+            if request.came is not None and part:
+                part = [one._replace(tensors=()) for one in part]  # whose room is used again
+                check_not_stopped(STOPPED.get())
+                request.came(len(found) + len(part))
             found += part
             if len(part) < len(some):
                 break
@@ -125,10 +133,15 @@ STOPPED: ContextVar[threading.Event | None] = ContextVar("STOPPED", default=None
 """Set while a call runs for asyncio: once the event is, nothing more is written for it."""
 
 
+def check_not_stopped(stopped: threading.Event | None) -> None:
+    """Raise KVStoreError once the call was cancelled."""
+    if stopped is not None and stopped.is_set():
+        raise KVStoreError("the call was cancelled")
+
+
 def _stoppable(room: Room, stopped: threading.Event) -> Room:
     def place(index: int, layout: KVLayout) -> Any:
-        if stopped.is_set():
-            raise KVStoreError("the call was cancelled")
+        check_not_stopped(stopped)
         return room(index, layout)
 
     return place

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import closing
 from dataclasses import replace
 from functools import partial
+from itertools import chain
 from typing import Any, ClassVar, Self, TypeAlias
 from weakref import finalize, ref
 
@@ -18,7 +18,17 @@ from kvstore.client.connection import Until
 from kvstore.client.deadline import Levelled, LevelledGet
 from kvstore.client.decode import Layer, Room, fresh
 from kvstore.client.forks import FORKS
-from kvstore.client.kv import KV, AnyKV, Hit, Prompt, StagedKV, empty_kv, first_tokens, kv_of
+from kvstore.client.kv import (
+    KV,
+    AnyKV,
+    Hit,
+    Prompt,
+    StagedKV,
+    batches_to_put,
+    empty_kv,
+    first_tokens,
+    kv_of,
+)
 from kvstore.client.lookups import Lease, look_up, prefix_plan, viewer
 from kvstore.client.options import (
     MAX_DEADLINE_MS,
@@ -48,7 +58,14 @@ from kvstore.proto.frame import FrameHeader
 from kvstore.proto.keys import chain_digests, chunk_key, page_digests
 from kvstore.proto.messages import accuracy_number, engine_to_message
 from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, EngineTerms, Hints
-from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Match, Model, Namespace, Stated
+from kvstore.proto.types import (
+    Accuracy,
+    ChunkKey,
+    Match,
+    Model,
+    Namespace,
+    Stated,
+)
 
 LAYERED_PUT_S = 60.0
 """What a forward pass over a long prompt may take."""
@@ -216,11 +233,11 @@ class Client:
         room = chunk_reads.room_in(prompt.keys, prompt.target(held))
         shard = self.options.shard
         request = ChunkRequest(prompt.keys, room, accuracy, left_ms(), shard=shard)
+        if isinstance(held, StagedKV):
+            request = request._replace(most=held.most, came=held.came)
         found = chunk_reads.read_prefix(self._link, request)
         chunks = prompt.usable(len(found), self._own)
         reached = prompt.reached(chunks)
-        if chunks and isinstance(held, StagedKV):
-            held.upload(prompt.end_of(chunks - 1))
         kv = None if fresh is None else first_tokens(fresh, reached)
         return Hit(reached, chunks, tuple(one.tier for one in found[:chunks]), kv)
 
@@ -244,13 +261,8 @@ class Client:
         held = kv_of("kv", kv, self._own, prompt, is_target=False)
         if ttl is not None:
             hints = replace(hints, ttl_ms=milliseconds("ttl", ttl, MAX_TTL_S))
-        chunks = []
-        for key, parent, (first, stop) in prompt.chunks:
-            layout = KVLayout.of(self.model, stop - first)
-            chunks.append(
-                Chunk(key, held.chunk(first, stop), parent=parent, position=first, layout=layout)
-            )
-        return self.put_chunks(chunks, durable=durable, hints=hints)
+        put = partial(self.put_chunks, durable=durable, hints=hints)
+        return list(chain.from_iterable(map(put, batches_to_put(self.model, prompt, held))))
 
     def lookup(
         self,
@@ -329,7 +341,7 @@ class Client:
         room = fresh if held is None else chunk_reads.room_in(prompt.keys, prompt.target(held))
         request = ChunkRequest(prompt.keys, room, accuracy, left_ms())
         layers = chunk_reads.read_layers_retried(self._link, request)
-        return _uploaded(layers, held, prompt) if isinstance(held, StagedKV) else layers
+        return held.uploaded(layers) if isinstance(held, StagedKV) else layers
 
     def put_layers(
         self,
@@ -590,16 +602,6 @@ class Client:
 
     def _target(self, prompt: Prompt, out: Any) -> AnyKV:
         return kv_of("out", out, self._own, prompt, is_target=True)
-
-
-def _uploaded(
-    layers: Generator[Layer, None, None], held: StagedKV, prompt: Prompt
-) -> Generator[Layer, None, None]:
-    with closing(layers):
-        for layer in layers:
-            if layer.tensors:
-                held.upload(prompt.end_of(len(layer.tensors) - 1), [layer.id])
-            yield layer
 
 
 def _counts(client: ref[Client]) -> Mapping[str, int]:

@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
+from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from threading import Lock
-from typing import Any, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 
 from kvstore.client.chunk import (
+    Chunk,
+    Span,
     TensorLike,
     bits,
     check_apart,
@@ -21,6 +24,7 @@ from kvstore.client.chunk import (
     parents,
     twin,
 )
+from kvstore.client.decode import Layer
 from kvstore.client.paged_cache import Blocks, PagedCache, kept_from
 from kvstore.codecs.base import Part
 from kvstore.proto.errors import (
@@ -36,6 +40,8 @@ KV: TypeAlias = "TensorLike | Mapping[int, Sequence[TensorLike]] | Sequence[Tens
 a list of such, one for each layer group; the parts of each layer by its number, (kv_heads, tokens,
 head_dim) each; or ``cache[block_ids]`` of a PagedCache. All of the model's dtype, or unsigned
 integers of its size."""
+STAGED_BYTES = 256 << 20
+"""Of KV of CUDA tensors at most so much, and one chunk at least, is in memory of the host."""
 _NUMPY = {DType.float16: "f2", DType.float32: "f4", DType.uint8: "u1", DType.int8: "i1"}
 
 
@@ -63,8 +69,8 @@ class WholeKV:
 
 
 class StagedKV:
-    """CUDA tensors, see KV, of which a prompt's chunks pass through memory of the host. It is made
-    when the first chunk is there: a miss costs none.
+    """CUDA tensors, see KV, of which a prompt's chunks pass through memory of the host: ``most``
+    of them at a time, and none before the first is there.
     """
 
     is_writable = True
@@ -72,71 +78,139 @@ class StagedKV:
     def __init__(
         self, name: str, kv: Any, model: Model, prompt: Prompt, *, is_target: bool
     ) -> None:
-        self._name, self._model = name, model
-        self._numbers = [number for group in model.layer_groups for number in group.layer_ids]
+        self._model = model
         self._ids: list[int] | None = None
         self._axes: tuple[str, ...] = ()
-        self._start, stop = prompt.first, prompt.stop
+        self._block_tokens = 1
+        self._prompt, self._start, self._stop = prompt, prompt.first, prompt.stop
+        numbers = [number for group in model.layer_groups for number in group.layer_ids]
+        far: Iterable[Any]
         if isinstance(kv, Blocks):
-            self._size, self._axes, self._far = kv.cache.block_tokens, kv.cache.axes, kv.cache.far
-            self._ids = kv.block_ids[self._start // self._size : -(-stop // self._size)].tolist()
-            self.tokens = kv.tokens
+            self._axes, self._block_tokens = kv.cache.axes, kv.cache.block_tokens
+            self._ids, self.tokens, far = kv.block_ids.tolist(), kv.tokens, kv.cache.far
         else:
-            self._size, self.tokens = 1, _checked(name, kv, model).tokens
-            layers = [kv[at] for at in self._numbers] if isinstance(kv, Mapping) else _by_layer(kv)
-            self._far = [[part[:, self._start : stop] for part in parts] for parts in layers]
-        self._first = self._start - self._start % self._size
+            self.tokens = _checked(name, kv, model).tokens
+            far = (kv[at] for at in numbers) if isinstance(kv, Mapping) else _by_layer(kv)
+        self._far: dict[int, Sequence[Any]] = dict(zip(numbers, far, strict=True))
         has_windows = any(group.kind is LayerKind.window for group in model.layer_groups)
         self._is_read = not is_target or has_windows
         """A target's windows leave tokens out that stay the caller's."""
-        self._copies: dict[int, list[tuple[Any, Any]]] = {}
-        self._held: WholeKV | Blocks | None = None
+        self._size = prompt.chunk_tokens
+        chunk_bytes = KVLayout.of(model, self._size).raw_bytes
+        self.most = max(1, STAGED_BYTES // chunk_bytes)
+        self._part: _StagedPart | None = None
         self._opening = Lock()
 
     def chunk(self, start: int, stop: int, layout: KVLayout | None = None) -> Any:
-        """Do what ``WholeKV.chunk`` does, in memory of the host. Raises TierUnavailableError."""
-        with self._opening:  # who comes meanwhile needs it as well
-            held = self._held = self._held or self._open()
-        return held.chunk(start - self._first, stop - self._first, layout)
+        """Do what ``WholeKV.chunk`` does, in memory of the host. Raises TierUnavailableError.
 
-    def _open(self) -> WholeKV | Blocks:
-        with copying(*chain(*self._far)):
-            rooms = [[self._room(one) for one in far] for far in self._far]
-            for number, far, near in zip(self._numbers, self._far, rooms, strict=True):
-                ends = (map(self._blocks_first, map(bits, some)) for some in (far, near))
-                self._copies[number] = list(zip(*ends, strict=True))
-            for one, other in chain.from_iterable(self._copies.values()) if self._is_read else ():
-                other.copy_(one if self._ids is None else one[self._ids])
+        What was returned of other parts of the prompt is not to be used any more.
+        """
+        tokens = self.most * self._size
+        first = start - (start - self._start) % tokens
+        with self._opening:  # who comes meanwhile needs it as well
+            if self._part is None or self._part.start != first:
+                self._part = None  # its memory is used again
+                self._part = self._open(first, min(self._stop, first + tokens))
+            held = self._part
+        return held.chunk(start, stop, layout)
+
+    def _open(self, start: int, stop: int) -> _StagedPart:
         if self._ids is None:
-            held = dict(zip(self._numbers, rooms, strict=True))
-            return WholeKV(self._model, _groups(self._name, held, self._model))
-        pages = [some[0] if "kv" in self._axes else some for some in rooms]
-        return PagedCache(self._model, pages, " ".join(self._axes))[range(len(self._ids))]
+            far = {at: [one[:, start:stop] for one in some] for at, some in self._far.items()}
+            return _StagedPart(self._model, far, start, is_read=self._is_read)
+        size = self._block_tokens
+        ids = self._ids[start // size : -(-stop // size)]
+        blocks = _BlockIds(ids, size, self._axes)
+        return _StagedPart(self._model, self._far, start, blocks, is_read=self._is_read)
+
+    def came(self, count: int, layers: Iterable[int] = ()) -> None:
+        """Copy the chunks of the last part up to the first *count* of the prompt to the device, of
+        *layers* or of all. Raises TierUnavailableError.
+        """
+        if self._part is not None:
+            self._part.upload(self._prompt.end_of(count - 1), layers)
+
+    def uploaded(self, layers: Generator[Layer, None, None]) -> Generator[Layer, None, None]:
+        """Yield *layers*, each of which has all chunks, once it is on the device."""
+        self.most = max(1, len(self._prompt.keys))
+        with closing(layers):
+            for layer in layers:
+                if layer.tensors:
+                    self.came(len(layer.tensors), [layer.id])
+                yield layer
+
+
+class _BlockIds(NamedTuple):
+    """The blocks of a part, *size* tokens each, of pages with *axes*."""
+
+    ids: list[int]
+    size: int
+    axes: tuple[str, ...]
+
+
+class _StagedPart:
+    """Tokens from *start* on of a prompt, in memory of the host: a copy of *far*, if it *is_read*.
+
+    *far*: tensors of these tokens alone of each layer, or the pages of all *blocks*.
+    """
+
+    def __init__(
+        self,
+        model: Model,
+        far: Mapping[int, Sequence[Any]],
+        start: int,
+        blocks: _BlockIds | None = None,
+        *,
+        is_read: bool,
+    ) -> None:
+        self.start = start
+        self._blocks = blocks
+        self._far = far
+        self._first = start if blocks is None else start - start % blocks.size
+        self._copies: dict[int, list[tuple[Any, Any]]] = {}
+        with copying(*chain(*far.values())):
+            rooms = {at: list(map(self._room, some)) for at, some in far.items()}
+            for at, room in rooms.items():
+                ends = (map(self._blocks_first, map(bits, some)) for some in (far[at], room))
+                self._copies[at] = list(zip(*ends, strict=True))
+            for one, other in chain.from_iterable(self._copies.values()) if is_read else ():
+                other.copy_(one if blocks is None else one[blocks.ids])
+        self._held: WholeKV | Blocks
+        if blocks is None:
+            self._held = WholeKV(model, _groups("kv", rooms, model))
+        else:
+            pages = [some[0] if "kv" in blocks.axes else some for some in rooms.values()]
+            cache = PagedCache(model, pages, " ".join(blocks.axes))
+            self._held = cache[range(len(blocks.ids))]
+
+    def chunk(self, start: int, stop: int, layout: KVLayout | None) -> Any:
+        return self._held.chunk(start - self._first, stop - self._first, layout)
 
     def _room(self, far: Any) -> Any:
-        if self._ids is None:
+        if self._blocks is None:
             return host_room(far.shape, far.dtype)
-        at = self._axes.index("block")
+        at = self._blocks.axes.index("block")
         shape = [size for axis, size in enumerate(far.shape) if axis != at]
-        return host_room((len(self._ids), *shape), far.dtype).movedim(0, at)
+        return host_room((len(self._blocks.ids), *shape), far.dtype).movedim(0, at)
 
     def _blocks_first(self, tensor: Any) -> Any:
-        return tensor if self._ids is None else tensor.movedim(self._axes.index("block"), 0)
+        blocks = self._blocks
+        return tensor if blocks is None else tensor.movedim(blocks.axes.index("block"), 0)
 
-    def upload(self, stop: int, layers: Iterable[int] = ()) -> None:
-        """Copy tokens up to *stop* of *layers*, or of all, to the device. Raises as above."""
-        start, stop = self._start - self._first, stop - self._first
-        with copying(*chain(*self._far)):
-            for number in layers or self._numbers:
+    def upload(self, stop: int, layers: Iterable[int]) -> None:
+        start, stop = self.start - self._first, stop - self._first
+        with copying(*chain(*self._far.values())):
+            for number in layers or self._copies:
                 for far, near in self._copies[number]:
-                    if self._ids is None:
+                    if self._blocks is None:
                         far[:, :stop].copy_(near[:, :stop])
                     else:
-                        self._scatter(far, near, start, stop)
+                        self._scatter(self._blocks, far, near, (start, stop))
 
-    def _scatter(self, far: Any, near: Any, start: int, stop: int) -> None:
-        """Copy tokens *start* to *stop* of pages of one tensor, and no other slot of a block."""
-        ids, size = self._ids or [], self._size
+    def _scatter(self, blocks: _BlockIds, far: Any, near: Any, tokens: tuple[int, int]) -> None:
+        """Copy *tokens* of pages of one tensor, and no other slot of a block."""
+        (ids, size, axes), (start, stop) = blocks, tokens
         whole = range(-(-start // size), stop // size)
         if whole:
             some = ids[whole.start : whole.stop]
@@ -145,7 +219,7 @@ class StagedKV:
         for at in sorted({start // size, stop // size} - set(whole)):
             slots = (max(start - at * size, 0), min(stop - at * size, size))
             if slots[0] < slots[1]:
-                axis = [name for name in self._axes if name != "block"].index("token")
+                axis = [name for name in axes if name != "block"].index("token")
                 cut = (slice(None),) * axis + (slice(*slots),)
                 far[ids[at]][cut].copy_(near[at][cut])
 
@@ -282,7 +356,7 @@ class Prompt:
     def __init__(
         self, tokens: int | None, keys: Sequence[ChunkKey], start: int, chunk_tokens: int
     ) -> None:
-        self._size = chunk_tokens
+        self.chunk_tokens = chunk_tokens
         self._exact = tokens is not None
         count = len(keys) * chunk_tokens if tokens is None else tokens
         if not is_whole(start) or not 0 <= start <= count:
@@ -305,7 +379,9 @@ class Prompt:
             start, stop = self.spans[index]
             is_short = not self._exact and stop == self.stop and layout.tokens < stop - start
             if layout.tokens != stop - start and not is_short:
-                raise InvalidRequestError("keys", layout.tokens, f"chunks have {self._size} tokens")
+                raise InvalidRequestError(
+                    "keys", layout.tokens, f"chunks have {self.chunk_tokens} tokens"
+                )
             self._layouts[index] = layout
             return held.chunk(start, start + layout.tokens, layout)
 
@@ -353,7 +429,21 @@ class Prompt:
     @property
     def least_tokens(self) -> int:
         """The room that KV of this prompt needs."""
-        return self.stop if self._exact or not self.stop else self.stop - self._size + 1
+        return self.stop if self._exact or not self.stop else self.stop - self.chunk_tokens + 1
+
+
+def batches_to_put(model: Model, prompt: Prompt, held: AnyKV) -> Iterator[list[Chunk]]:
+    """Yield the chunks of *prompt*, so many at a time as there is memory of the host for."""
+    named = list(prompt.chunks)
+    most = held.most if isinstance(held, StagedKV) else max(1, len(named))
+    for at in range(0, len(named), most):
+        yield [_chunk(model, held, *one) for one in named[at : at + most]]
+
+
+def _chunk(model: Model, held: AnyKV, key: ChunkKey, parent: ChainDigest, span: Span) -> Chunk:
+    first, stop = span
+    layout = KVLayout.of(model, stop - first)
+    return Chunk(key, held.chunk(first, stop), parent=parent, position=first, layout=layout)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from helpers.local_server import DEADLINE_MS, LocalServer
 from helpers.prompts import tokens
 
 from kvstore.client import Chunk, Client, ClientOptions, PagedCache
+from kvstore.client import chunk as chunk_module
 from kvstore.client import kv as kv_module
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, TierUnavailableError
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model
@@ -43,8 +45,12 @@ def far(*shape: int) -> Any:
     return torch.randn(shape).bfloat16().as_subclass(Far)
 
 
-@pytest.fixture
-def client(server: LocalServer) -> Client:
+@pytest.fixture(params=[4096, 2 * 4096, kv_module.STAGED_BYTES], ids=["one", "two", "all"])
+def client(
+    server: LocalServer, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> Client:
+    """A client that has so many bytes of KV in the host's memory at a time: a chunk is of 4096."""
+    monkeypatch.setattr(kv_module, "STAGED_BYTES", request.param)
     return server.connect("auto", MODEL, ClientOptions(chunk_tokens=32, deadline_ms=DEADLINE_MS))
 
 
@@ -118,6 +124,27 @@ def test_tensors_of_a_gpu_go_out_and_come_back_in_each_form(client: Client) -> N
         for at in range(2):
             put.layer(at, kv[at])
     assert torch.equal(client.get(other).kv, kv.near)
+
+
+def test_no_more_of_a_prompt_is_in_memory_of_the_host_than_its_limit(
+    client: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, rooms, most_bytes = chunk_module.host_room, list[Any](), 0
+
+    def counted(*given: Any) -> torch.Tensor:
+        nonlocal most_bytes
+        room = make(*given)
+        rooms.append(ref(room.untyped_storage()))
+        kept = [one for each in rooms if (one := each()) is not None]
+        most_bytes = max(most_bytes, sum(one.nbytes() for one in kept))
+        return room
+
+    monkeypatch.setattr(kv_module, "host_room", counted)
+    prompt, kv, out = tokens(1, COUNT), far(2, 2, 2, COUNT, 8), far(2, 2, 2, COUNT, 8)
+    client.put(prompt, kv)
+    assert client.get(prompt, out=out).tokens == COUNT
+    assert torch.equal(out.near, kv.near)
+    assert 0 < most_bytes <= min(kv_module.STAGED_BYTES, kv.near.nbytes)
 
 
 def test_windows_before_the_start_are_the_callers_on_a_gpu_too(server: LocalServer) -> None:
