@@ -78,7 +78,7 @@ $(REAL_MODEL_STAMP): bench/real_model.txt bench/real_model.py | $(STAMP)
 	@touch $@
 
 test: $(STAMP) $(LOOPS) redis chromium ## run the test suite; ARGS=... goes to pytest
-	$(BIN)/pytest -n $(WORKERS) --dist loadfile $(ARGS)
+	$(BIN)/pytest -n $(WORKERS) --dist loadfile --no-loadscope-reorder $(ARGS)
 
 vllm-env: $(VLLM_STAMP) ## an environment with vLLM's CPU build: 2 GB in build/vllm-VERSION; VERSION=0.32, 0.29, 0.26 (5.5 GB)
 
@@ -159,8 +159,9 @@ fuzz: $(STAMP) $(LOOPS) ## every parser under atheris for SECONDS each; says so 
 		atheris==3.0.0 || true
 	PYTHONPATH=src:tests $(BIN)/python tests/fuzz/long.py $(SECONDS) $(ARGS)
 
-soak-long: $(STAMP) $(LOOPS) redis ## what takes an hour: a million hostile frames, also under sanitizers, 10^9 exact values, 10^6 steps
+soak-long: $(STAMP) $(LOOPS) redis ## what takes an hour: a million hostile frames, also under sanitizers, 10^9 exact values, 10^6 steps, 10^5 schedules
 	$(BIN)/pytest -o timeout=7200 tests/simulation/test_network.py --sim-steps 1000000
+	$(BIN)/pytest -o timeout=7200 tests/simulation/test_schedules.py --sim-seeds 100000
 	$(BIN)/pytest -o timeout=7200 tests/codecs/test_hostile_frames.py --fuzz-frames 1000000
 	$(BIN)/pytest -o timeout=36000 tests/codecs/test_sanitized_loops.py --fuzz-frames 1000000
 	$(BIN)/pytest -o timeout=7200 tests/codecs/test_lossless.py -k every_value --exact-values 1000000000

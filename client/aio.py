@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextlib import AbstractContextManager, aclosing, suppress
+from contextlib import AbstractContextManager, suppress
 from contextvars import copy_context
 from functools import partial, update_wrapper
 from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
@@ -167,11 +167,9 @@ class AsyncClient:
     end_if_hung = awaited(Client.end_if_hung)
     send_counts = awaited(Client.send_counts)
 
-    async def events(self, since: Place | None = None) -> AsyncGenerator[EventPage, None]:
+    def events(self, since: Place | None = None) -> AsyncGenerator[EventPage, None]:
         """Yield what the node gains and loses, read by a thread. Use with ``aclosing``."""
-        async with aclosing(followed(self.sync.events(since))) as pages:
-            async for page in pages:
-                yield page
+        return followed(self.sync.events(since))
 
     async def lookup(
         self,

@@ -89,7 +89,7 @@ class Connection:
         self._mending: Any = None
         self._streams: dict[Any, Until] = {}
         self._retries = _RETRIES_IN_CHILD if FORKS.is_child else 0
-        self._lock = threading.Lock()  # guards _mending, _streams and _retries
+        self._lock = threading.Lock()  # guards _mending and _streams
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
@@ -111,16 +111,13 @@ class Connection:
 
     def _again(self, work: Callable[[], Any]) -> Any:
         """Do *work*, once more where gRPC may have lost the connection by itself."""
-        while True:
-            try:
-                return work()
-            except grpc.RpcError as error:
-                if error.code() is not grpc.StatusCode.UNAVAILABLE:
-                    raise
-                with self._lock:
-                    if self._retries <= 0:
-                        raise
-                    self._retries -= 1
+        try:
+            return work()
+        except grpc.RpcError as error:
+            if error.code() is not grpc.StatusCode.UNAVAILABLE or self._retries <= 0:
+                raise
+            self._retries -= 1
+        return self._again(work)
 
     def _ended_call(self, verb: Any, request: Any, until: Until, metadata: Metadata) -> Any:
         """Return the reply to a call of *verb* that a fork may end."""
@@ -176,19 +173,18 @@ class Connection:
 
     def next_of(self, call: Any) -> Any:
         """Wait for the next reply of a stream; None at its end."""
-        return self._tried(lambda: self._next_of(call), object, self._streams.get(call))
 
-    def _next_of(self, call: Any) -> Any:
-        try:
-            return next(call, None)
-        except grpc.RpcError as error:
-            if FORKS.has_ended(call):
-                raise EndedByForkError(_FORKED) from None
-            with self._lock:
-                is_open = call in self._streams
-            if is_open:
-                raise
-            raise translate(error) from None  # we ended it: the breaker has nothing to learn
+        def work() -> Any:
+            try:
+                return next(call, None)
+            except grpc.RpcError as error:
+                if FORKS.has_ended(call):
+                    raise EndedByForkError(_FORKED) from None
+                if call in self._streams:
+                    raise
+                raise translate(error) from None  # we ended it: nothing to learn of the server
+
+        return self._tried(work, object, self._streams.get(call))
 
     def end_stream(self, call: Any) -> None:
         """Cancel a stream; any thread may. Whoever waits for its next reply gets an error."""

@@ -18,25 +18,13 @@ from typing import TypeAlias
 
 import numpy as np
 
+from kvstore.client import planning
 from kvstore.client.chunk_reads import check_by_layers
 from kvstore.client.connection import SLACK_S, Until
 from kvstore.client.decode import WRONG, Room
 from kvstore.client.frames import Arrival
 from kvstore.client.lookups import look_up
 from kvstore.client.options import MAX_DEADLINE_MS
-from kvstore.client.planning import (
-    BATCH_GROWTH,
-    BATCH_S,
-    FIRST_BATCH_BYTES,
-    MISSING,
-    QUIET_S,
-    RECOMPUTE,
-    Fetch,
-    LevelledChunk,
-    Plan,
-    PlanTerms,
-    Progress,
-)
 from kvstore.client.server_link import ServerLink, batches, packed
 from kvstore.client.transports.base import ReadPlan, Transport
 from kvstore.codecs.base import AnyTensors, LossyCodec, codec_by_id
@@ -54,7 +42,7 @@ from kvstore.proto.frame import FrameHeader, check_frame, header_bytes, parse_he
 from kvstore.proto.messages import accuracy_number
 from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChunkKey, KVLayout, Stated
 
-SLOW_BATCH_S = 4 * BATCH_S
+SLOW_BATCH_S = 4 * planning.BATCH_S
 """One that takes so long says something of the link, however small it is."""
 BATCH_PIECES = 16
 LEAST_PIECE_BYTES = 16 << 10
@@ -65,7 +53,7 @@ RELEASE_MS = 1000
 LEAST_WAIT_S = 0.001
 MAX_LEVELS = 4
 """Of frames whose headers are requested in one go; frames of more levels are computed."""
-_NOTHING = (RECOMPUTE, Stated(Accuracy.approximate))
+_NOTHING = (planning.RECOMPUTE, Stated(Accuracy.approximate))
 _Decoding: TypeAlias = "Future[tuple[int, Stated]]"
 
 
@@ -82,7 +70,7 @@ class Levelled:
     @property
     def to_compute(self) -> tuple[int, ...]:
         """The chunks that the engine computes."""
-        return tuple(i for i, level in enumerate(self.levels) if level == RECOMPUTE)
+        return tuple(i for i, level in enumerate(self.levels) if level == planning.RECOMPUTE)
 
 
 class StoredFrame:
@@ -91,7 +79,7 @@ class StoredFrame:
     def __init__(self, key: ChunkKey, layout: KVLayout) -> None:
         self.key = key
         self.header: FrameHeader | None = None
-        self.chunk = LevelledChunk(layout.tokens, layout.raw_bytes)
+        self.chunk = planning.LevelledChunk(layout.tokens, layout.raw_bytes)
         self.arrived_bytes = 0
         self._data: Bytes = np.empty(0, np.uint8)
         self._first_level = 0
@@ -113,7 +101,7 @@ class StoredFrame:
         self.header = header
         self._first_level = header.levels if header.accuracy is Accuracy.exact else 0
         ends = tuple(map(header.level_end, range(self._first_level, header.levels + 1)))
-        self.chunk = LevelledChunk(header.layout.tokens, header.layout.raw_bytes, ends)
+        self.chunk = planning.LevelledChunk(header.layout.tokens, header.layout.raw_bytes, ends)
         self._data = np.empty(ends[-1], np.uint8)
         self.add(0, head)
 
@@ -153,7 +141,7 @@ class LevelledGet:
         self,
         link: ServerLink,
         keys: Sequence[ChunkKey],
-        terms: PlanTerms,
+        terms: planning.PlanTerms,
         room: Room,
         compute: Callable[[range], None] | None,
     ) -> None:
@@ -173,9 +161,9 @@ class LevelledGet:
         """One for each batch of chunks of which any is ready."""
         self._digests = b""
         """Of the chunks under a lease."""
-        self._batch_bytes = FIRST_BATCH_BYTES
+        self._batch_bytes = planning.FIRST_BATCH_BYTES
         """What a batch may have at most."""
-        self._found: Plan | None = None
+        self._found: planning.Plan | None = None
         self._planned_s = 0.0
         self._claimed = 0
         """How many of the first chunks the engine has begun."""
@@ -235,7 +223,7 @@ class LevelledGet:
         try:
             transport, ready = self._leased()
             if ready:
-                heads = [Fetch(at, 0, 0, self._header_bytes) for at in range(ready)]
+                heads = [planning.Fetch(at, 0, 0, self._header_bytes) for at in range(ready)]
                 self._fetch(transport, heads, self._left_s())
             while (left_s := self._left_s()) > 0:
                 batch = self._next_batch()
@@ -313,12 +301,12 @@ class LevelledGet:
         progress = self._progress()
         begin_s = progress.wait_until_s()
         found = self._found
-        is_wanted = found is not None and RECOMPUTE in found.actions[self._claimed :]
+        is_wanted = found is not None and planning.RECOMPUTE in found.actions[self._claimed :]
         if not (self._engine_s or is_wanted or now_s >= begin_s):
             return 0, begin_s
         if found is None:
             return max(1, missing // 2), now_s
-        is_quiet = now_s - self._planned_s > QUIET_S
+        is_quiet = now_s - self._planned_s > planning.QUIET_S
         wanted = progress.to_compute(found, is_quiet=is_quiet)
         return min(max(1, wanted), missing), now_s
 
@@ -346,21 +334,21 @@ class LevelledGet:
         until_s, now_s = progress.wait_until_s(), progress.elapsed_s
         if self._plain_terms.prefill is None:
             return until_s - now_s - SLACK_S
-        if progress.is_beside and MISSING in progress.levels:
+        if progress.is_beside and planning.MISSING in progress.levels:
             # The engine begins by then, and all that comes before it is done is of use.
             until_s = max(now_s, self._engine_s or until_s) + progress.left_s()
         return until_s - now_s
 
-    def _progress(self) -> Progress:
+    def _progress(self) -> planning.Progress:
         """Return how far the get is, with the speed of decoding as this client has seen it."""
         levels = [
-            RECOMPUTE if at < self._claimed else frame.reached
+            planning.RECOMPUTE if at < self._claimed else frame.reached
             for at, frame in enumerate(self._frames)
         ]
         undecoded_bytes = sum(
             self._frames[at].chunk.raw_bytes
             for at, has in enumerate(levels)
-            if has >= 0 and self._decoding.get(at, (MISSING, None))[0] != has
+            if has >= 0 and self._decoding.get(at, (planning.MISSING, None))[0] != has
         )
         terms = self._plain_terms
         if not terms.decode_bytes_per_s:
@@ -368,21 +356,21 @@ class LevelledGet:
             terms = replace(terms, decode_bytes_per_s=speed)
         chunks = [frame.chunk for frame in self._frames]
         now_s, engine_s = self._elapsed_s(), self._engine_s
-        return Progress(chunks, terms, tuple(levels), now_s, engine_s, undecoded_bytes)
+        return planning.Progress(chunks, terms, tuple(levels), now_s, engine_s, undecoded_bytes)
 
-    def _next_batch(self) -> list[Fetch]:
+    def _next_batch(self) -> list[planning.Fetch]:
         """Plan; return what to request next: as much as the link takes BATCH_S for."""
         link, progress = self._link.meters.link.estimate(), self._progress()
         found = progress.plan(link)
         with self._changed:
             self._found, self._planned_s = found, self._elapsed_s()
             self._changed.notify_all()
-        budget_bytes = min(BATCH_S * link.mean_bytes_per_s, self._batch_bytes)
-        self._batch_bytes *= BATCH_GROWTH
+        budget_bytes = min(planning.BATCH_S * link.mean_bytes_per_s, self._batch_bytes)
+        self._batch_bytes *= planning.BATCH_GROWTH
         arrived_bytes = [frame.arrived_bytes for frame in self._frames]
         return self._progress().next_batch(found, arrived_bytes, budget_bytes)
 
-    def _fetch(self, transport: Transport, batch: Sequence[Fetch], left_s: float) -> bool:
+    def _fetch(self, transport: Transport, batch: Sequence[planning.Fetch], left_s: float) -> bool:
         """Request *batch*; return whether anything came."""
         started_s = self._clock()
         end_s = started_s + left_s
@@ -410,7 +398,7 @@ class LevelledGet:
         return size_bytes > 0 and not is_over
 
     def _pieces(
-        self, transport: Transport, batch: Sequence[Fetch], left_s: float
+        self, transport: Transport, batch: Sequence[planning.Fetch], left_s: float
     ) -> Generator[Arrival, None, None]:
         """Yield the pieces of *batch* in its order, by requests for chunks under one lease each."""
         left_ms = Until(max(1, min(int(1000 * left_s), MAX_DEADLINE_MS))).left_ms
@@ -490,7 +478,7 @@ class LevelledGet:
         return _NOTHING
 
 
-def _ranges(batch: Sequence[Fetch]) -> list[pb.FrameRange]:
+def _ranges(batch: Sequence[planning.Fetch]) -> list[pb.FrameRange]:
     """Return the ranges of *batch*, cut so that a slow link brings something soon."""
     size_bytes = sum(fetch.stop - fetch.start for fetch in batch)
     step = max(LEAST_PIECE_BYTES, -(-size_bytes // BATCH_PIECES))

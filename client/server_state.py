@@ -225,7 +225,6 @@ class EventStream:
         self._call: Any = None
         self._process = FORKS.process
         self._closed = False
-        self._lock = threading.Lock()  # guards _call and _closed
 
     def __iter__(self) -> Self:
         return self
@@ -263,27 +262,21 @@ class EventStream:
         boot_id, cursor = self._since or Place(0, 0)
         request = pb.EventsRequest(session_id=session_id, boot_id=boot_id, cursor=cursor)
         call = self._connection.begin_stream("Events", request, CALL_MS, is_idle=True)
-        with self._lock:
-            self._call = call
-            is_closed = self._closed
-        if is_closed:
+        self._call = call
+        if self._closed:  # before ``close`` could see the call
             self._connection.end_stream(call)
 
     def _end(self) -> None:
-        with self._lock:
-            call, self._call = self._call, None
+        call, self._call = self._call, None
         if call is not None:
             self._connection.end_stream(call)
 
     def close(self) -> None:
         """End the stream, and whoever waits for its next page. Idempotent."""
-        if self._process is not FORKS.process:
-            return
-        with self._lock:
+        if self._process is FORKS.process:
             self._closed = True
-            call = self._call
-        if call is not None:
-            self._connection.end_stream(call)
+            if (call := self._call) is not None:
+                self._connection.end_stream(call)
 
     def __enter__(self) -> Self:
         return self

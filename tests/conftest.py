@@ -45,6 +45,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
         "--long-share", type=float, default=1.0, help="how much of the long forms' repetitions"
     )
     parser.addoption(
+        "--sim-seeds",
+        type=int,
+        default=2000,
+        help="schedules of tests/simulation/test_schedules.py",
+    )
+    parser.addoption(
         "--sim-steps", type=int, default=0, help="steps of tests/simulation/test_network.py"
     )
     parser.addoption(
@@ -63,6 +69,12 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 
 _LIVES_ON = "GarbageCollectorThread"
 """pyzmq's thread that learns which memory ZeroMQ has let go of: one a process, never ended."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Begin with the files that take longest: one begun last keeps one core busy alone."""
+    long = {item.path for item in items if item.get_closest_marker("slow")}
+    items.sort(key=lambda item: item.path not in long)
 
 
 def pytest_collection_finish() -> None:

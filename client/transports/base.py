@@ -8,9 +8,9 @@ from contextlib import AbstractContextManager, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import starmap
-from typing import ClassVar
+from typing import Any, ClassVar
 
-from kvstore.client.connection import Connection
+from kvstore.client.connection import Connection, Pool
 from kvstore.client.frames import Arrival, Direct, LayerStream, stays
 from kvstore.client.session import Session, is_silent
 from kvstore.client.transports.unix_rpc import UnixRpc
@@ -20,7 +20,7 @@ from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.slices import encode_shard, shard_frame_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes
-from kvstore.proto.errors import KVStoreError
+from kvstore.proto.errors import DeadlineError, KVStoreError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes, stated_header_bytes
 from kvstore.proto.messages import accuracy_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
@@ -157,6 +157,8 @@ class Transport(ABC):
         self.session = session
         self.calls: Connection | UnixRpc = session.connection
         """Where control calls go."""
+        self.pool: Pool[Any] | None = None
+        """Connections of its own."""
         self.is_spent = False
         """Its session has to be replaced, though the server still knows it."""
 
@@ -197,8 +199,10 @@ class Transport(ABC):
         return is_silent(self.session.connection, self.session.pace_s)
 
     def hang_up(self) -> None:
-        """End what waits for the server, and shut the gate."""
+        """End what waits for the server, and open the breaker."""
         self.session.connection.hang_up()
+        if self.pool is not None:
+            self.pool.hang_up(DeadlineError("the server hangs"))
 
     def viewer(self, rows: bytes, keys: Sequence[ChunkKey]) -> View:
         """Return what shows the leased *keys*, whose places are *rows*, where they lie.
@@ -207,13 +211,16 @@ class Transport(ABC):
         """
         return lambda index: None
 
-    @abstractmethod
     def close(self) -> None:
         """Release what the transport holds. Idempotent."""
+        if self.pool is not None:
+            self.pool.close()
 
     def leave(self) -> None:
         """In a child: have what is the parent's be of no use here. Sends nothing."""
         self.is_spent = True
+        if self.pool is not None:
+            self.pool.leave()
 
 
 def arrival_of(reply: pb.GetResponse) -> Arrival:

@@ -70,7 +70,3 @@ class StreamTransport(Transport):
                 yield Arrivals(frames, end=end)
         finally:
             end()
-
-    @override
-    def close(self) -> None:
-        """Nothing is held between calls."""

@@ -18,7 +18,7 @@ from kvstore.client.session import Session
 from kvstore.client.transports.tcp import DIAL_S, Entrance, FrameStream, in_use, streams_to
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import KVStoreError, TierUnavailableError
+from kvstore.proto.errors import KVStoreError, QuotaExceededError, TierUnavailableError
 from kvstore.proto.types import DIGEST_BYTES
 
 TIER = "peer"
@@ -156,10 +156,10 @@ class PeerReads:
                     deadline_ms=max(1, int(1000 * (deadline - time.monotonic()))),
                 )
                 stream.begin(pb.StreamMessage(get=get), deadline)
-                for frame in assembler.frames(stream.parts(deadline)):
+                for frame in assembler.frames(stream.parts()):
                     yield replace(frame, index=first + frame.index, tier=TIER)
                 assembler.end(stream.frames)
-        except TierUnavailableError:
+        except (TierUnavailableError, QuotaExceededError):
             pass  # it has too many at once, or has just started anew
         except KVStoreError:
             self._leave_alone(lender)

@@ -88,7 +88,7 @@ class ShmTransport(Transport):
         self._socket.settimeout(min(_ANSWER_WITHIN_S, session.options.deadline_ms / 1000))
         self._server_pid = peer_pid(self._socket)
         self.rpc = UnixRpc(session.terms, session.connection)
-        self.calls = self.rpc
+        self.calls, self.pool = self.rpc, self.rpc.links
         self.slabs = Slabs(self._socket)
         self._peers = PeerReads(session)
         self._peers.note(session.peers)
@@ -100,11 +100,6 @@ class ShmTransport(Transport):
         if not self._server_pid:
             return super().hangs()
         return hangs(self.session.terms, self._server_pid)
-
-    @override
-    def hang_up(self) -> None:
-        super().hang_up()
-        self.rpc.links.hang_up(DeadlineError("the server hangs"))
 
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
@@ -140,16 +135,17 @@ class ShmTransport(Transport):
     def replies(self, stack: ExitStack, request: pb.GetRequest) -> Iterator[pb.GetResponse]:
         """Yield the replies of a get. With *stack* it ends, and so does a lease of its own."""
         leases: set[int] = set()
-        until = Until(request.deadline_ms)
-        stack.callback(self._release_own, leases, request.lease_id, until)
+        until, given = Until(request.deadline_ms), request.lease_id
+
+        def release_own() -> None:
+            if own := leases - {0, given}:
+                self.release(own, until.left_ms(1))  # who reads may be slow
+
+        stack.callback(release_own)
         calls = stack.enter_context(closing(self.rpc.stream("Get", request, request.deadline_ms)))
         for reply in calls:
             leases.add(reply.lease_id)
             yield reply
-
-    def _release_own(self, leases: set[int], given: int, until: Until) -> None:
-        if own := leases - {0, given}:
-            self.release(own, until.left_ms(1))  # who reads may be slow
 
     def _frames(
         self, stack: ExitStack, request: pb.GetRequest, plan: ReadPlan
@@ -174,14 +170,10 @@ class ShmTransport(Transport):
 
         Return the first chunk that another server should have sent and did not, if one did not.
         """
-        assembler: FrameAssembler | None = None
-        index = first
+        assembler = FrameAssembler(self.session.terms.max_frame_bytes)
         for reply in replies:
             if reply.HasField("part"):
-                assembler = assembler or FrameAssembler(self.session.terms.max_frame_bytes)
-                assembler.next_index = index - first
                 whole = assembler.take(arrival_of(reply))
-                index = first + assembler.next_index
                 if whole is not None:
                     yield replace(whole, index=first + whole.index)
                 continue
@@ -200,6 +192,7 @@ class ShmTransport(Transport):
                     )
                     if left is not None:
                         return left
+            assembler.next_index = index - first
         return None
 
     def _arrival(self, index: int, tier: str, place: Place) -> Arrival:
@@ -242,7 +235,6 @@ class ShmTransport(Transport):
     @override
     def leave(self) -> None:
         super().leave()
-        self.rpc.links.leave()
         self._socket.close()  # closes the child's descriptor: the parent's connection stays
         self._staging.close()
         self.slabs.leave()
@@ -250,7 +242,7 @@ class ShmTransport(Transport):
 
     @override
     def close(self) -> None:
-        self.rpc.links.close()
+        super().close()
         self._socket.close()
         self._staging.close()
         self.slabs.close()
@@ -426,7 +418,6 @@ class PutPipeline:
         groups = self._staging.groups(chunks)
         if not groups:
             return []
-        is_done = False
         try:
             self._reserve(groups[:_GROUPS_PER_RESERVE])
             for start in range(0, len(groups), _GROUPS_PER_RESERVE):
@@ -437,16 +428,15 @@ class PutPipeline:
                 self._put_window(groups[start:stop], reply)
             while self._pending:
                 self._finish()
-            is_done = True
-        finally:
-            if not is_done:  # whatever it was, an interrupt too
-                while self._pending:  # the server reads the staging memory until then
-                    with suppress(KVStoreError):
-                        self._finish()
-                while self._reserving:
-                    with suppress(KVStoreError):
-                        self._reserved()
-                self._abort(self._open_ids)
+        except BaseException:  # an interrupt too
+            while self._pending:  # the server reads the staging memory until then
+                with suppress(KVStoreError):
+                    self._finish()
+            while self._reserving:
+                with suppress(KVStoreError):
+                    self._reserved()
+            self._abort(self._open_ids)
+            raise
         return self._results
 
     def _put_window(self, groups: Sequence[Sequence[Outgoing]], reply: pb.ReserveResponse) -> None:

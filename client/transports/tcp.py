@@ -9,11 +9,10 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, replace
 from functools import partial
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 from typing_extensions import override
-from xxhash import xxh3_64
 
 from kvstore.client.connection import SLACK_S, Pool, Until
 from kvstore.client.frames import Arrival, FrameAssembler, Payload, here
@@ -24,7 +23,6 @@ from kvstore.client.transports.base import (
     Put,
     PutTerms,
     ReadPlan,
-    Transport,
     read_outcomes,
 )
 from kvstore.client.transports.grpc import StreamTransport
@@ -92,6 +90,8 @@ class FrameStream:
 
     def __init__(self, entrance: Entrance, within_s: float, silence_s: float = math.inf) -> None:
         self._silence_s = silence_s
+        self._deadline = time.monotonic() + within_s
+        """Of the last request."""
         self._woken_by: KVStoreError | None = None
         self._is_spoiled = False
         """A call failed: what comes next is not known."""
@@ -103,13 +103,12 @@ class FrameStream:
         self.frames = 0
         """What its end counted."""
         self._heard: tuple[pb.StreamMessage, Payload | None] | None = None
-        deadline = time.monotonic() + within_s
         self._wire = connect_wire(
-            entrance.where, entrance.certificate, deadline, time.monotonic, "server"
+            entrance.where, entrance.certificate, self._deadline, time.monotonic, "server"
         )
         try:
-            self.send(pb.StreamMessage(attach=entrance.attach), deadline)
-            if not (answer := self.answer(deadline)).ready:
+            self.send(pb.StreamMessage(attach=entrance.attach))
+            if not (answer := self.answer()).ready:
                 kind = answer.WhichOneof("body")
                 raise InvalidRequestError("kind", kind, "not an answer to attach")
         except KVStoreError:
@@ -120,35 +119,33 @@ class FrameStream:
         """Send a request, which is given the next number, and wait until it is being answered: a
         put until frames may come. Raises as ``receive``, and what the server has against a put.
         """
-        self.requests, self.is_over = self.requests + 1, False
+        self.requests, self.is_over, self._deadline = self.requests + 1, False, deadline
         request.request = self.requests
-        self.send(request, deadline)
+        self.send(request)
         if not request.HasField("put"):
-            self._heard = self.receive(deadline)
-        elif not (answer := self.answer(deadline)).ready:
+            self._heard = self.receive()
+        elif not (answer := self.answer()).ready:
             raise InvalidFrameError("kind", answer.WhichOneof("body"), "not an answer to a put")
 
-    def send(
-        self, message: pb.StreamMessage, deadline: float, pieces: Sequence[Bytes] = ()
-    ) -> None:
+    def send(self, message: pb.StreamMessage, pieces: Sequence[Bytes] = ()) -> None:
         """Send a message, a part with *pieces* from where they lie. Raises as ``receive``."""
-        self._by(deadline)
-        self._try(deadline, lambda: self._wire.send(message, pieces))
+        self._set_timeout()
+        self._try(self._wire.send, message, pieces)
 
     def has_more(self) -> bool:
         """Whether there is a message to receive, or the server hung up."""
         return self._wire.has_more()
 
-    def answer(self, deadline: float) -> pb.StreamMessage:
+    def answer(self) -> pb.StreamMessage:
         """Return the answer to the last request, no part. Raises the server's error."""
-        message, payload = self.receive(deadline)
+        message, payload = self.receive()
         if message.request != self.requests or payload is not None:
             raise InvalidFrameError("request", message.request, f"{self.requests} was asked")
         if message.HasField("failed"):
             raise bulk.error_of(message.failed)
         return message
 
-    def receive(self, deadline: float) -> tuple[pb.StreamMessage, Payload | None]:
+    def receive(self) -> tuple[pb.StreamMessage, Payload | None]:
         """Return the next message; a part's payload is still to come.
 
         Raises DeadlineError, TierUnavailableError when the server hung up, InvalidRequestError for
@@ -157,18 +154,18 @@ class FrameStream:
         if self._heard is not None:
             heard, self._heard = self._heard, None
             return heard
-        self._by(deadline)
-        message, size_bytes = self._try(deadline, self._wire.receive)
+        self._set_timeout()
+        message, size_bytes = self._try(self._wire.receive)
         if message.HasField("part"):
             if message.request != self.requests:
                 raise InvalidFrameError("request", message.request, f"{self.requests} was asked")
-            self._coming = Payload(size_bytes, partial(self._fill, deadline))
+            self._coming = Payload(size_bytes, partial(self._try, self._wire.fill))
             return message, self._coming
         if message.HasField("failed") and not message.request:  # of the session, not of a request
             raise bulk.error_of(message.failed)
         return message, None
 
-    def parts(self, deadline: float) -> Iterator[Arrival]:
+    def parts(self) -> Iterator[Arrival]:
         """Yield the parts that answer the last get, until ``is_over``: the payload of each is to
         come.
 
@@ -176,7 +173,7 @@ class FrameStream:
         ``receive``.
         """
         while not self.is_over:
-            message, payload = self.receive(deadline)
+            message, payload = self.receive()
             if payload is not None:
                 part = message.part
                 yield Arrival(part.index, part.tier, part.frame_bytes, payload, offset=part.offset)
@@ -189,35 +186,31 @@ class FrameStream:
                     kind = message.WhichOneof("body")
                     raise InvalidFrameError("kind", kind, "not an answer to a get")
 
-    def leave(self, deadline: float) -> None:
-        """Want no more of the last get: it is over by then, or the stream of no use.
+    def leave(self) -> None:
+        """Want no more of the last get: it is over by its deadline, or the stream of no use.
 
         What is on its way is passed by, for LEAVE_S at most.
         """
         is_inside = self._heard is None and self._coming is not None and self._coming.left
         if self.is_over or self._is_spoiled or is_inside:
             return
-        soon = min(deadline, time.monotonic() + LEAVE_S)
-        cancel = pb.StreamMessage(request=self.requests, cancel=True)
+        self._deadline = min(self._deadline, time.monotonic() + LEAVE_S)
         with suppress(KVStoreError):
             is_here = self._heard is not None or self.has_more()
-            if is_here and self._pass_by(soon):
+            if is_here and self._pass_by():
                 return
-            self.send(cancel, soon)
-            while not self._pass_by(soon):
+            self.send(pb.StreamMessage(request=self.requests, cancel=True))
+            while not self._pass_by():
                 pass
 
-    def _pass_by(self, deadline: float) -> bool:
+    def _pass_by(self) -> bool:
         """Pass by the next message; whether it is the end of a get."""
-        message, payload = self.receive(deadline)
+        message, payload = self.receive()
         if payload is not None:
             payload.skip(len(payload))
             return False
         self.is_over = message.HasField("done") or message.HasField("failed")
         return True
-
-    def _fill(self, deadline: float, out: Bytes, digest: xxh3_64 | None) -> None:
-        self._try(deadline, lambda: self._wire.fill(out, digest))
 
     def wake(self, error: KVStoreError) -> None:
         """Have whoever waits on this stream get *error*. For any thread."""
@@ -233,13 +226,13 @@ class FrameStream:
         """Hang up. Idempotent."""
         self._wire.close()
 
-    def _by(self, deadline: float) -> None:
-        left_s = max(0.001, deadline - time.monotonic())
-        self._wire.set_timeout(min(left_s, self._silence_s), deadline)
+    def _set_timeout(self) -> None:
+        left_s = max(0.001, self._deadline - time.monotonic())
+        self._wire.set_timeout(min(left_s, self._silence_s), self._deadline)
 
-    def _try(self, deadline: float, call: Callable[[], T]) -> T:
+    def _try(self, call: Callable[..., T], *terms: Any) -> T:
         try:
-            return call()
+            return call(*terms)
         except KVStoreError as error:
             self._is_spoiled = True
             if not isinstance(error, DeadlineError | TierUnavailableError):
@@ -247,7 +240,7 @@ class FrameStream:
             if self._woken_by is not None:
                 raise self._woken_by from None
             # Its own deadline passes a little before ours: it hangs up in the midst of a frame.
-            if time.monotonic() >= deadline - SLACK_S:
+            if time.monotonic() >= self._deadline - SLACK_S:
                 raise DeadlineError("the server did not answer in time over TCP") from None
             raise error
 
@@ -272,7 +265,7 @@ def in_use(streams: Pool[FrameStream], stream: FrameStream | None) -> Iterator[F
             streams.give_back(stream, is_clean=is_clean)
 
 
-class BulkTransport(Transport):
+class BulkTransport(StreamTransport):
     """Gets and puts over FrameStreams, one at a time each; through gRPC where none is to be had.
 
     Raises TierUnavailableError at birth when the server does not take part.
@@ -284,9 +277,10 @@ class BulkTransport(Transport):
         super().__init__(session)
         if not session.terms.bulk_address:
             raise TierUnavailableError("tcp", "the server was started without --bulk")
-        self._fallback = StreamTransport(session)
         self._memory = FrameMemory(IDLE_FRAME_BYTES)
-        self.streams = streams_to(Entrance.of(session.terms, session.connection.address))
+        self.pool = self.streams = streams_to(
+            Entrance.of(session.terms, session.connection.address)
+        )
 
     def connect(self, within_s: float) -> None:
         """Connect for the first call. Raises what kept it from that."""
@@ -305,7 +299,7 @@ class BulkTransport(Transport):
             if stream is None:
                 begun.close()  # others use the connection meanwhile
                 left = replace(plan, deadline_ms=until.left_ms(1))
-                yield stack.enter_context(self._fallback.read(left))
+                yield stack.enter_context(super().read(left))
             elif plan.layer_major or plan.ranges:
                 yield Arrivals(self._parts(stream, until), is_layered=plan.layer_major)
             else:
@@ -316,18 +310,18 @@ class BulkTransport(Transport):
                 assembler = FrameAssembler(limit_bytes, plan.direct, allocate)
                 yield Arrivals(self._frames(stream, assembler, until))
             if stream is not None:
-                stream.leave(until.at_s)
+                stream.leave()
 
     def _frames(
         self, stream: FrameStream, assembler: FrameAssembler, until: Until
     ) -> Iterator[Arrival]:
         with self._noted(until):
-            yield from assembler.frames(stream.parts(until.at_s))
+            yield from assembler.frames(stream.parts())
             assembler.end(stream.frames)
 
     def _parts(self, stream: FrameStream, until: Until) -> Iterator[Arrival]:
         with self._noted(until):
-            for part in stream.parts(until.at_s):
+            for part in stream.parts():
                 yield replace(part, data=here(part.data))
 
     @override
@@ -336,8 +330,8 @@ class BulkTransport(Transport):
         with self._begun(pb.StreamMessage(put=terms.request(self.session)), until) as stream:
             if stream is not None:
                 with self._noted(until):
-                    return upload(stream, until.at_s, chunks)
-        return self._fallback.put(chunks, replace(terms, within_ms=until.left_ms(1)))
+                    return upload(stream, chunks)
+        return super().put(chunks, replace(terms, within_ms=until.left_ms(1)))
 
     @contextmanager
     def _begun(self, request: pb.StreamMessage, until: Until) -> Iterator[FrameStream | None]:
@@ -368,22 +362,12 @@ class BulkTransport(Transport):
             raise
 
     @override
-    def hang_up(self) -> None:
-        super().hang_up()
-        self.streams.hang_up(DeadlineError("the server hangs"))
-
-    @override
     def leave(self) -> None:
         super().leave()
         self._memory = FrameMemory(IDLE_FRAME_BYTES)  # another thread may have had its lock
-        self.streams.leave()
-
-    @override
-    def close(self) -> None:
-        self.streams.close()
 
 
-def upload(stream: FrameStream, deadline: float, chunks: Sequence[Outgoing]) -> list[Put]:
+def upload(stream: FrameStream, chunks: Sequence[Outgoing]) -> list[Put]:
     """Send the frames of a put that *stream* has begun; return what became of each.
 
     Raises the server's errors.
@@ -402,12 +386,12 @@ def upload(stream: FrameStream, deadline: float, chunks: Sequence[Outgoing]) -> 
         message = pb.StreamMessage(request=number, part=head)
         for part in _parts(chunk.frame_bytes, chunk.pieces(room)):
             if stream.has_more():
-                kind = stream.answer(deadline).WhichOneof("body")
+                kind = stream.answer().WhichOneof("body")
                 raise InvalidFrameError("kind", kind, "not an answer to a part")
-            stream.send(message, deadline, part)
+            stream.send(message, part)
             message.part.offset += sum(map(len, part))
-    stream.send(pb.StreamMessage(request=number, finish=len(chunks)), deadline)
-    answer = stream.answer(deadline)
+    stream.send(pb.StreamMessage(request=number, finish=len(chunks)))
+    answer = stream.answer()
     outcomes, reasons = answer.stored.outcomes, answer.stored.reasons
     if not (len(outcomes) == len(reasons) == len(chunks) and answer.HasField("stored")):
         raise InvalidFrameError("answer", answer, f"{len(chunks)} were put")

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import random
+from pathlib import Path
 
 import numpy as np
 import pytest
 from bench.lib import TRACES
 from bench.lib.report import Report
-from bench.lib.traces import read_blocks, read_segments
+from bench.lib.traces import read_blocks, read_segments, tokens_of
 from bench.policy import __main__ as policy
 from bench.policy.hybrid import (
     BARS,
@@ -37,9 +38,12 @@ KEYS = {
 
 
 def test_every_key_is_printed_last_in_one_line(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    blocks, lines = read_blocks(SMALL), policy.block_lines()[:400]
+    blocks, lines = read_blocks(SMALL), policy.block_lines()[:200]
+    for name in (policy.CONVERSATION, SMALL):
+        (tmp_path / f"{name}.jsonl").touch()
+    monkeypatch.setattr(policy, "TRACES", tmp_path)
     monkeypatch.setattr(policy, "read_blocks", lambda _: blocks)
     monkeypatch.setattr(policy, "block_lines", lambda *_: lines)
     monkeypatch.setattr("bench.policy.hybrid.BARS", {SMALL: BARS[SMALL]})
@@ -146,3 +150,20 @@ def test_what_is_written_is_counted_in_the_second_half_of_a_trace() -> None:
     report = Report("policy")
     compare_writes(report, policy.block_lines()[:600])
     assert 0 < report.values["two_tier_bytes_ratio"] <= 1
+
+
+def splitmix64(state: int) -> int:
+    """Steele, Lea and Flood's, in whole numbers."""
+    mask = (1 << 64) - 1
+    z = (state + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def test_tokens_are_those_of_the_formula() -> None:
+    assert splitmix64(0) == 0xE220A8397B1DCDAF, "the published one"
+    joined = tokens_of([(1001, 3), (5, 0), (0xFFFF_FFFF, 2)])
+    places = [(1001, 0), (1001, 1), (1001, 2), (0xFFFF_FFFF, 0), (0xFFFF_FFFF, 1)]
+    assert joined.tolist() == [3 + splitmix64((s << 32) + j) % 31997 for s, j in places]
+    assert tokens_of([]).tolist() == []

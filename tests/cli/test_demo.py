@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 import time
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,7 +17,7 @@ from typing import Any
 
 import pytest
 from helpers.kvstore_command import Kvstore
-from test_conventions import build, copy_of_the_tree
+from test_conventions import wheel_files
 
 from kvstore.cli.demo.demo import MODEL, ServerChild, check_model, judge
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
@@ -173,11 +172,10 @@ def test_a_demo_that_is_ended_leaves_nothing_behind(
 def test_the_demo_of_an_installed_package_holds_in_any_folder(
     tmp_path: Path, scratch: Path
 ) -> None:
-    tree = copy_of_the_tree(tmp_path / "tree")
-    assert build(tree, "wheel").returncode == 0
     packages = tmp_path / "packages"
-    zipfile.ZipFile(next(tree.glob("dist/*.whl"))).extractall(packages)
-    shutil.rmtree(tree)
+    for name in (*wheel_files(), "kvstore/proto/native/_loops.so"):
+        (packages / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(SRC / name, packages / name)
     folder = tmp_path / "somewhere"
     folder.mkdir()
     (folder / "torch.py").write_text("raise ImportError('of the folder, not the library')")

@@ -253,12 +253,10 @@ def test_a_frame_damaged_on_its_way_is_refused_and_the_next_put_goes_on(
     keys = keys_of(client, 1, 3)
     send = FrameStream.send
 
-    def damaged(
-        stream: FrameStream, message: pb.StreamMessage, until: float, pieces: Sequence[Any] = ()
-    ) -> None:
+    def damaged(stream: FrameStream, message: pb.StreamMessage, pieces: Sequence[Any] = ()) -> None:
         if message.part.index == 1 and message.part.offset:
             pieces = [pieces[0] ^ 1, *pieces[1:]]
-        send(stream, message, until, pieces)
+        send(stream, message, pieces)
 
     monkeypatch.setattr(FrameStream, "send", damaged)
     with pytest.raises(ChunkCorruptError):
@@ -408,7 +406,7 @@ def read(stream: FrameStream, within_s: float) -> int:
     deadline = time.monotonic() + within_s
     reading = FrameAssembler(1 << 20)
     stream.begin(messages.get(0, 7, bytes(16)), deadline)
-    frames = len(list(reading.frames(stream.parts(deadline))))
+    frames = len(list(reading.frames(stream.parts())))
     reading.end(stream.frames)
     return frames
 
@@ -433,7 +431,7 @@ def put_to(words: Words, *, hangs_up: bool = False, within_s: float = SOON_S) ->
         deadline = time.monotonic() + within_s
         request = pb.PutRequest(session_id=7, deadline_ms=1000)
         stream.begin(pb.StreamMessage(put=request), deadline)
-        return upload(stream, deadline, [])
+        return upload(stream, [])
 
 
 GO_ON: Sent = (messages.ready(1), b"")

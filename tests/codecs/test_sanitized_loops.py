@@ -62,6 +62,7 @@ def run(library: Path, path: str, *arguments: str) -> subprocess.CompletedProces
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("path", native.paths())
 def test_no_frame_makes_a_loop_leave_its_buffers_or_its_numbers(
     library: Path, path: str, pytestconfig: pytest.Config

@@ -1,4 +1,8 @@
-"""Ten thousand schedules, and one by its seed."""
+"""Thousands of schedules, and one by its seed.
+
+Of the defects in test_mutations.py each shows by seed 92, and three times by seed 900: two thousand
+schedules run with every change, a hundred thousand at night.
+"""
 
 from __future__ import annotations
 
@@ -7,8 +11,7 @@ from collections import Counter
 import pytest
 from simulation.schedule import Report, Schedule
 
-BLOCKS = 20
-SEEDS_PER_BLOCK = 500
+BLOCKS = 10
 
 
 def run(seed: int) -> Report:
@@ -46,9 +49,10 @@ overload, trust, peers and the directory count: none is in a schedule. Lossy cod
 of their own in tests/server/store/test_accuracy.py, scrub and shards in test_network.py."""
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("block", range(BLOCKS))
-def test_ten_thousand_schedules_never_break_a_promise(block: int) -> None:
-    for seed in range(block * SEEDS_PER_BLOCK, (block + 1) * SEEDS_PER_BLOCK):
+def test_no_schedule_breaks_a_promise(block: int, pytestconfig: pytest.Config) -> None:
+    for seed in range(block, int(pytestconfig.getoption("--sim-seeds")), BLOCKS):
         run(seed)
 
 

@@ -88,6 +88,7 @@ def write_frame(template: FrameTemplate, seed: int) -> Bytes:
     return frame
 
 
+@lru_cache(maxsize=2048)
 def make_version(tenant: str, parent: ChainDigest, tokens: bytes, seed: int) -> Version:
     template = make_template(tenant, parent, tokens)
     frame = write_frame(template, seed)

@@ -54,10 +54,7 @@ class _Pending:
 
 
 class KVEvents:
-    """The events of one engine. For the scheduler's thread.
-
-    A chunk is stored once all *ranks* have stored their parts of it.
-    """
+    """The events of one engine of so many *ranks*. For the scheduler's thread."""
 
     def __init__(self, make: EventMaker, chunk_tokens: int, ranks: int) -> None:
         self._make = make

@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvstore.client.engines.base import DaemonThreads
+from kvstore.client.engines.base import Connector, DaemonThreads
 from kvstore.client.engines.identity import adapter_files, files_digest
-from kvstore.client.engines.vllm.messages import INCOMPATIBLE, ChunkName
+from kvstore.client.engines.vllm.messages import INCOMPATIBLE, ChunkName, Role
 from kvstore.proto.errors import KVStoreError, ModelError
 from kvstore.proto.keys import chain_digest, content_digest, page_hash, tokens_le32
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest
 
 MAX_LOSSY_BLOCKS = 131_072
 """Blocks that are known by vLLM's hashes of them; once there were more, any may be lossy."""
+MAX_LOOKUP_CHUNKS = 4096
+"""What is looked up of one prompt: as many as a server takes in one question."""
 MAX_WAITING_LOOKUPS = 1024
 """Prompts that wait to be looked up; a further one is a miss."""
 WAITERS = 8
@@ -64,10 +66,7 @@ class CacheIdentity:
 
 
 class RequestHasher:
-    """Identities of the requests of one engine. For one thread, which may wait for files.
-
-    *sglang_names*: as in ClientOptions.
-    """
+    """Identities of the requests of one engine. For one thread, which may wait for files."""
 
     def __init__(self, *, sglang_names: bool = False) -> None:
         self._sglang_names = sglang_names
@@ -181,32 +180,33 @@ class PendingLookup:
 
 
 class LookupWorker:
-    """Does lookups, *threads* at a time; none are done by none. For the engine's thread.
+    """Looks up what is stored of prompts, and announces what is not. For the engine's thread.
 
-    *find* looks digests up, or returns None when the store failed; it may take its time. After a
-    failure the next lookups find nothing at once, and after *retry_s* one of them, already over,
-    is what the store is tried with again. The first is of no digests at all: it opens a session
-    before a request needs one. *withdraw* takes back what *find* announced of digests; of lookups
-    that are over nothing stays.
+    After a failure the next lookups find nothing at once, and after ``retry_after_ms`` one of them,
+    already over, is what the store is tried with again. The first is of no digests at all: it opens
+    a session before a request needs one. What is announced of lookups that are over is taken back.
     """
 
     def __init__(
         self,
-        find: Callable[[Sequence[ChainDigest]], LookupResult | None],
-        chunk_tokens: int,
-        retry_s: float,
+        connector: Connector,
+        role: Role,
+        *,
+        has_ends: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        threads: int = 1,
-        withdraw: Callable[[Sequence[ChainDigest]], object] | None = None,
+        threads: int | None = None,
     ) -> None:
-        self._find = find
-        self._withdraw = withdraw
-        self._chunk_tokens = chunk_tokens
-        self._retry_s = retry_s
+        """Without *threads* nothing is looked up; None: as many as the *role* needs."""
+        self._connector = connector
+        self._role = role
+        self._has_ends = has_ends
+        self._chunk_tokens = connector.client.options.chunk_tokens
+        self._retry_s = connector.client.options.retry_after_ms / 1000
         self._clock = clock
         self._failed_s: float | None = None
         self._waiting = 0
         self._answers = threading.Condition()  # guards _waiting
+        threads = (WAITERS if role.wait_ms else 1) if threads is None else threads
         self._threads = DaemonThreads("kvstore-lookup", threads)
         if threads:
             self._do(partial(self._look, ()))
@@ -221,10 +221,7 @@ class LookupWorker:
         self._failed_s = self._clock()
 
     def submit(self, tokens: Sequence[int], identify: Callable[[], CacheIdentity]) -> PendingLookup:
-        """Have *tokens* looked up; *identify* says what else names them, and may wait for files.
-
-        After ``close`` it is a miss.
-        """
+        """Have *tokens* looked up; *identify* says what else names them, and may wait for files."""
         lookup = PendingLookup(tokens, identify, self._clock())
         if not self._do(partial(self._answer, lookup), lookup):
             lookup.refusal, lookup.result = "queue", NOTHING
@@ -232,8 +229,8 @@ class LookupWorker:
 
     def take_back(self, digests: Sequence[ChainDigest]) -> None:
         """Have what was announced of *digests* taken back; where too much waits, time does it."""
-        if self._withdraw is not None and digests and not self.is_down:
-            self._do(partial(self._withdraw, digests))
+        if self._role.handover_ms and digests and not self.is_down:
+            self._do(partial(self._announce, digests, 0.0))
 
     def _do(self, work: Callable[[], object], lookup: PendingLookup | None = None) -> bool:
         with self._answers:
@@ -266,13 +263,34 @@ class LookupWorker:
                 return
         result = self._look(lookup.digests)
         lookup.result = lookup.result or result
-        if lookup.is_over and self._withdraw is not None:
-            self._withdraw(lookup.digests)
+        if lookup.is_over:
+            self._announce(lookup.digests, 0.0)
 
     def _look(self, digests: Sequence[ChainDigest]) -> LookupResult | None:
-        result = self._find(digests)
+        digests = digests[:MAX_LOOKUP_CHUNKS]
+        result = self._connector.ask(lambda: self._find(digests), None)
+        if result is not None and result.found < len(digests):
+            self._announce(digests[result.found :], self._role.handover_ms / 1000)
         self._failed_s = self._clock() if result is None else None
         return result
+
+    def _find(self, digests: Sequence[ChainDigest]) -> LookupResult:
+        keys = self._connector.keys_of(digests)
+        if not keys:
+            return NOTHING
+        least = self._connector.allowed(self._connector.least).least
+        wait_s = self._role.wait_ms / 1000
+        match = self._connector.client.lookup(keys=keys, accuracy=least, wait=wait_s)
+        worth = self._connector.worth_loading(match, len(keys) * self._chunk_tokens)
+        # A prefix of windows can be gone on from at its end only.
+        is_useless = self._has_ends and worth < match.ready
+        return LookupResult(0 if is_useless else worth, match.ready)
+
+    def _announce(self, digests: Sequence[ChainDigest], within_s: float) -> None:
+        """Announce chunks to who looks them up, for so long; for no time: take that back."""
+        if self._role.handover_ms:
+            ask, client = self._connector.ask, self._connector.client
+            ask(lambda: client.announce_puts(self._connector.keys_of(digests), within=within_s), 0)
 
     def _name(self, lookup: PendingLookup) -> bool:
         """Name the chunks of a prompt; return whether there are any."""
@@ -318,9 +336,7 @@ class LossyBlocks:
             self._hashes = more
 
     def exact_tokens(self, request: Any, tokens: int) -> int:
-        """Return how many of the first *tokens* of *request* are exact, which it found in vLLM's
-        own cache.
-        """
+        """Return how many of the first *tokens*, found in vLLM's own cache, are exact."""
         if self.is_over:
             return 0
         if not self._hashes:

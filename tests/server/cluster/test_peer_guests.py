@@ -310,7 +310,7 @@ def frames_of(
     ask.get.deadline_ms = 20_000
     ask.get.MergeFrom(pb.GetRequest(**other))
     stream.begin(ask, deadline)
-    return [frame.data.tobytes() for frame in reading.frames(stream.parts(deadline))]
+    return [frame.data.tobytes() for frame in reading.frames(stream.parts())]
 
 
 @BOTH_WAYS
@@ -400,7 +400,7 @@ def test_a_guest_who_asks_as_an_engine_of_the_server_is_hung_up_on(pair: Pair) -
         with pytest.raises(KVStoreError):
             stream.begin(get(0, lent.attach.session_id, keys[0][16:]), deadline)
         with pytest.raises(KVStoreError):
-            list(stream.parts(deadline))
+            list(stream.parts())
         assert eventually(stream.is_broken)
 
 
