@@ -285,12 +285,9 @@ class VllmScheduler:
             for request_id, tokens in output.num_scheduled_tokens.items()
             if (spec := self._save_spec(request_id, tokens, tables_of)) is not None
         ]
-        taken: frozenset[int] | None = frozenset()
-        if self._role.stores:
-            taken = messages.taken_blocks(output, loads, self._shape.block_tokens)
-        return messages.StepPlan(
-            tuple(loads), tuple(stores), not output.total_num_scheduled_tokens, taken
-        )
+        size, is_idle = self._shape.block_tokens, not output.total_num_scheduled_tokens
+        taken = messages.taken_blocks(output, loads, size) if self._role.stores else frozenset()
+        return messages.StepPlan(tuple(loads), tuple(stores), is_idle, taken)
 
     def _learn_speed(self, tokens: Mapping[str, int]) -> None:
         """Learn from the step before, which took until now, if most of it were prompts."""
