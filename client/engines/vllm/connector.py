@@ -261,15 +261,9 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return StoreStats(data or {})
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
+    def build_prom_metrics(cls, *terms: Any) -> KVConnectorPromMetrics:
         """Return what exports the counts with vLLM's own metrics."""
-        return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return StoreMetrics(*terms)
 
     def shutdown(self) -> None:
         """End the threads and the clients, after a moment for stores under way."""
@@ -455,14 +449,8 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]
 class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """One counter, ``vllm:kvstore_events_total``, whose label ``event`` is the name of a count."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def __init__(self, config: Any, types: Any, labelnames: list[str], values: Any) -> None:
+        super().__init__(config, types, labelnames, values)
         self._events = self._counter_cls(
             name="vllm:kvstore_events",
             documentation="What the connector of kvstore counted.",
@@ -498,7 +486,7 @@ def untested() -> str:
 def check_loads_can_fail(shape: KVCacheShape) -> None:
     """Raise ModelError where vLLM would take a load that failed for a whole one: of several block
     tables, or of windows, it has to compute all."""
-    if (shape.has_ends or shape.tables > 1) and TransferResults is None:
+    if shape.all_or_nothing and TransferResults is None:
         what = "sliding windows" if shape.has_ends else f"{shape.tables} KV cache groups"
         fix = f"vLLM {vllm.__version__} takes no report of a failed load of it; 0.30 does"
         raise ModelError("kv_cache_groups", what, fix)

@@ -182,6 +182,11 @@ class KVCacheShape:
         return any(group.kind in END_KINDS for group in self.groups)
 
     @property
+    def all_or_nothing(self) -> bool:
+        """Whether vLLM has to compute all of a prompt of which a part could not be loaded."""
+        return self.has_ends or self.tables > 1
+
+    @property
     def has_ends_only(self) -> bool:
         """Whether all layers do."""
         return all(group.kind in END_KINDS for group in self.groups)

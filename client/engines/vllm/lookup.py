@@ -155,8 +155,6 @@ class PendingLookup:
     written by the engine's: nobody wants to know any more.
     """
 
-    tokens: Sequence[int]
-    identify: Callable[[], CacheIdentity]
     began_s: float
     result: LookupResult | None = None
     chain: ChunkChain | None = None
@@ -172,11 +170,6 @@ class PendingLookup:
     def digests(self) -> list[ChainDigest]:
         """The digests of its chunks, as far as they are named."""
         return [] if self.chain is None else self.chain.digests
-
-    @classmethod
-    def spent(cls) -> PendingLookup:
-        """Return one of a prompt that has no names, and so is neither loaded nor stored."""
-        return cls((), CacheIdentity, 0.0, NOTHING)
 
 
 class LookupWorker:
@@ -222,8 +215,8 @@ class LookupWorker:
 
     def submit(self, tokens: Sequence[int], identify: Callable[[], CacheIdentity]) -> PendingLookup:
         """Have *tokens* looked up; *identify* says what else names them, and may wait for files."""
-        lookup = PendingLookup(tokens, identify, self._clock())
-        if not self._do(partial(self._answer, lookup), lookup):
+        lookup = PendingLookup(self._clock())
+        if not self._do(partial(self._answer, lookup, tokens, identify), lookup):
             lookup.refusal, lookup.result = "queue", NOTHING
         return lookup
 
@@ -253,9 +246,24 @@ class LookupWorker:
         with self._answers:
             self._answers.wait_for(lambda: lookup.result is not None, within_s)
 
-    def _answer(self, lookup: PendingLookup) -> None:
+    def _answer(
+        self, lookup: PendingLookup, tokens: Sequence[int], identify: Callable[[], CacheIdentity]
+    ) -> None:
         # A store that failed is tried again, with whatever there is.
-        if (lookup.is_over and not self.is_down) or not self._name(lookup):
+        if lookup.is_over and not self.is_down:
+            return
+        try:
+            chain = ChunkChain(identify(), self._chunk_tokens)
+            chain.extend(tokens, len(tokens) // self._chunk_tokens)
+        except ModelError as error:
+            lookup.refusal = error.field
+        except OSError:  # the files of an adapter
+            lookup.refusal = "lora_path"
+        except (*INCOMPATIBLE, KVStoreError):  # what a user sent may not end the thread
+            lookup.refusal = "error"
+        else:
+            lookup.chain = chain
+        if not lookup.digests:
             return
         if self._failed_s is not None:
             lookup.result = NOTHING  # nobody waits for what the store is tried with
@@ -291,22 +299,6 @@ class LookupWorker:
         if self._role.handover_ms:
             ask, client = self._connector.ask, self._connector.client
             ask(lambda: client.announce_puts(self._connector.keys_of(digests), within=within_s), 0)
-
-    def _name(self, lookup: PendingLookup) -> bool:
-        """Name the chunks of a prompt; return whether there are any."""
-        try:
-            chain = ChunkChain(lookup.identify(), self._chunk_tokens)
-            chain.extend(lookup.tokens, len(lookup.tokens) // self._chunk_tokens)
-        except ModelError as error:
-            lookup.refusal = error.field
-        except OSError:  # the files of an adapter
-            lookup.refusal = "lora_path"
-        except (*INCOMPATIBLE, KVStoreError):  # what a user sent may not end the thread
-            lookup.refusal = "error"
-        else:
-            lookup.chain, lookup.tokens = chain, ()
-            return bool(chain.chunks)
-        return False
 
     def close(self) -> None:
         """Do nothing any more; what is under way is bounded by the client's deadline."""

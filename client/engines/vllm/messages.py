@@ -247,8 +247,7 @@ class VllmSettings(EngineSettings):
         Exact ones only into pages on a device, and of models that keep windows or have several
         block tables: which of vLLM's cached blocks are lossy is known of one table alone.
         """
-        is_plain = shape.tables == 1 and not shape.has_ends
-        return self.accuracy if device_type == "cpu" and is_plain else "exact"
+        return "exact" if shape.all_or_nothing or device_type != "cpu" else self.accuracy
 
     @property
     def prefill(self) -> PrefillModel | None:

@@ -22,6 +22,7 @@ from kvstore.client.engines.vllm.events import KVEvents
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.lookup import (
     MAX_LOOKUP_CHUNKS,
+    NOTHING,
     LookupWorker,
     LossyBlocks,
     PendingLookup,
@@ -89,9 +90,7 @@ class VllmScheduler:
         options = lookups.client.options
         self._lookups = lookups
         self.chunk_tokens = options.chunk_tokens
-        self._block_tokens = shape.block_tokens
-        self._continues, self._has_ends = shape.continues, shape.has_ends
-        self._all_or_nothing = shape.has_ends or shape.tables > 1
+        self._shape = shape
         self._role = role
         self._clock = time.monotonic
         self._late_s = (options.deadline_ms + role.wait_ms) / 1000 + LATE_S
@@ -180,13 +179,13 @@ class VllmScheduler:
                 return None
             return self._counted(tracked, 0, "late")
         stop = result.ready * self.chunk_tokens
-        if self._has_ends and stop >= request.num_tokens:
+        if self._shape.has_ends and stop >= request.num_tokens:
             # vLLM computes the last token again, but by then gave up what only its window sees.
             stop = request.num_tokens - 1
         hit_tokens = max(0, stop - computed_tokens)
         absent = "slow" if result.ready < result.found else "absent"
         reason = lookup.refusal or ("down" if self._desk.is_down else absent)
-        if hit_tokens and not self._continues and request.num_tokens - stop > 1:
+        if hit_tokens and not self._shape.continues and request.num_tokens - stop > 1:
             hit_tokens, reason = 0, "prefill"
         return self._counted(tracked, hit_tokens, reason)
 
@@ -219,19 +218,19 @@ class VllmScheduler:
         if not loaded_tokens:
             return
         tracked = self._track(request)
-        start, size, block = tracked.computed_tokens, self.chunk_tokens, self._block_tokens
+        start, size, block = tracked.computed_tokens, self.chunk_tokens, self._shape.block_tokens
         stop, first = start + loaded_tokens, start // size
         tracked.is_loaded, tracked.first_chunk, tracked.stop_token = True, first, stop
         blocks = slice(first * size // block, -(-stop // block))
         terms = None
-        if tracked.deadline is not None and not self._all_or_nothing:
+        if tracked.deadline is not None and not self._shape.all_or_nothing:
             terms = self._lookups.terms(tracked.deadline, request.num_tokens - stop)
         tracked.load = messages.LoadSpec(
             request.request_id,
             tuple(tracked.lookup.digests[first : -(-stop // size)]),
             tuple(tuple(table[blocks]) for table in tables),
             kept_blocks=(start - first * size) // block,
-            all_or_nothing=self._all_or_nothing,
+            all_or_nothing=self._shape.all_or_nothing,
             terms=terms,
         )
 
@@ -257,7 +256,7 @@ class VllmScheduler:
         for tracked in self._tracked.values():
             self._give_up(tracked)
             # What is under way is of both weights: it has no name.
-            tracked.lookup = PendingLookup.spent()
+            tracked.lookup = PendingLookup(0.0, NOTHING)
         if self.events is not None:
             self.events.reset()
 
@@ -286,12 +285,9 @@ class VllmScheduler:
             for request_id, tokens in output.num_scheduled_tokens.items()
             if (spec := self._save_spec(request_id, tokens, tables_of)) is not None
         ]
-        taken: frozenset[int] | None = frozenset()
-        if self._role.stores:
-            taken = messages.taken_blocks(output, loads, self._block_tokens)
-        return messages.StepPlan(
-            tuple(loads), tuple(stores), not output.total_num_scheduled_tokens, taken
-        )
+        size, is_idle = self._shape.block_tokens, not output.total_num_scheduled_tokens
+        taken = messages.taken_blocks(output, loads, size) if self._role.stores else frozenset()
+        return messages.StepPlan(tuple(loads), tuple(stores), is_idle, taken)
 
     def _learn_speed(self, tokens: Mapping[str, int]) -> None:
         """Learn from the step before, which took until now, if most of it were prompts."""
@@ -308,7 +304,7 @@ class VllmScheduler:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return None
-        request, size = tracked.request, self.chunk_tokens
+        request, size, block = tracked.request, self.chunk_tokens, self._shape.block_tokens
         if not tracked.is_looked_at:
             self._look_at(tracked)
         # Tokens that are only guessed are not among the request's own.
@@ -333,7 +329,7 @@ class VllmScheduler:
         self._remember(chunk.digest for chunk in chunks)
         if self.events is not None:
             self.events.ordered(request, chunks)
-        blocks = slice(first * size // self._block_tokens, whole * size // self._block_tokens)
+        blocks = slice(first * size // block, whole * size // block)
         tables = tuple(tuple(table[blocks]) for table in tables_of(request_id))
         return messages.SaveSpec(request_id, chunks, tables, tracked.hints)
 

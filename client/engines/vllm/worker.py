@@ -130,22 +130,21 @@ class VllmWorker:
         self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], blocks.BlockWriter]
     ) -> str:
         """Take the engine's pages; return why they cannot be stored, or nothing."""
+        client = self._connector.client
         if not self._refusal:
             try:
                 self._side = self._side_of(registered, writer)
-                client = self._connector.client
-                self._watch(
-                    self._loader.submit(lambda: self._connector.ask(client.send_counts, None))
-                )
             except (*messages.INCOMPATIBLE, KVStoreError, OSError) as error:
                 self.refuse(f"{type(error).__name__}: {error}")
+            else:  # a load that has a session notices when the server hangs
+                opens = partial(self._connector.ask, client.send_counts, None)
+                self._watch(self._loader.submit(opens))
         return self._refusal
 
     def _side_of(
         self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], blocks.BlockWriter]
     ) -> Side:
-        kinds = {pages.device.type for pages in registered.values()}
-        if self._device is None and kinds <= {"cpu"}:
+        if self._device is None and {pages.device.type for pages in registered.values()} <= {"cpu"}:
             pages = blocks.EnginePages(self._shape, registered, writer)
             return blocks.HostSide(pages, self._connector, self._chunk_blocks)
         from kvstore.client.engines.vllm.device import DeviceSide, EngineDevicePages
