@@ -7,14 +7,7 @@ import re
 from docs.blocks import ROOT
 
 from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
-from kvstore.proto.types import (
-    DType,
-    KVLayout,
-    LayerGroup,
-    LayerKind,
-    Model,
-    RopeParameters,
-)
+from kvstore.proto.types import DType, KVLayout, LayerGroup, LayerKind, Model, RopeParameters
 
 PAGE = (ROOT / "docs" / "sizing.md").read_text()
 SHAPE = re.compile(r"(\d+) x (\d+) x (\d+)( latent)?")

@@ -12,11 +12,7 @@ from contracts.tier import TierContract
 from typing_extensions import override
 
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import (
-    InvalidRequestError,
-    TierFullError,
-    TierUnavailableError,
-)
+from kvstore.proto.errors import InvalidRequestError, TierFullError, TierUnavailableError
 from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.proto.unix_socket import NOWHERE, Place, Reach, unpack_places
 from kvstore.tiers.cpu import CpuTier

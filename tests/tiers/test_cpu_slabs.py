@@ -12,11 +12,7 @@ import pytest
 from contracts.chunks import make_info
 from contracts.shelf import assert_counts, assert_holds, bytes_of, fill_up, open_files
 
-from kvstore.proto.errors import (
-    InvalidRequestError,
-    PermissionDeniedError,
-    TierFullError,
-)
+from kvstore.proto.errors import InvalidRequestError, PermissionDeniedError, TierFullError
 from kvstore.proto.types import ChunkInfo
 from kvstore.proto.unix_socket import Place
 from kvstore.tiers.cpu import CpuTier

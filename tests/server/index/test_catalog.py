@@ -73,9 +73,7 @@ def test_a_match_is_the_longest_prefix_and_what_is_being_put_behind_it(catalog: 
     assert catalog.match(CHAIN, Accuracy.exact, TIERS).pending == 0
 
 
-def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(
-    catalog: Catalog,
-) -> None:
+def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(catalog: Catalog) -> None:
     slow_first = catalog.match(CHAIN, Accuracy.exact, ("disk", "cpu"))
     assert (slow_first.sources.tolist(), slow_first.sizes.tolist()) == ([0, 0, 1], [60, 60, 100])
     barred = catalog.match(CHAIN, Accuracy.exact, (None, "disk"))

@@ -253,9 +253,7 @@ def test_a_tenant_that_leases_all_it_may_have_is_refused_and_nobody_else(quotas:
     assert len(core.store.writes) == 0
 
 
-def test_room_that_is_reserved_counts_against_the_quota_before_anything_comes(
-    quotas: Core,
-) -> None:
+def test_room_that_is_reserved_counts_against_the_quota_before_anything_comes(quotas: Core) -> None:
     core, red, blue = quotas, quotas.open_session("red"), quotas.open_session("blue")
     mine = prompt(6)
     writes = core.store.writes
