@@ -32,11 +32,6 @@ from kvstore.server.index.holds import Leases, LeaseTerms
 SESSION = 7
 
 
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
 def make_catalog(clock: FakeClock, pin_limit_bytes: int = 1_000) -> Catalog:
     ids = count(1)
     policies: dict[str, EvictionPolicy] = {tier: LruEviction() for tier in ("cpu", "disk", "peer")}

@@ -45,11 +45,6 @@ CHUNK_BYTES = raw_frame_bytes(KVLayout.of(SMALL, 16))
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
 def core(clock: FakeClock) -> Iterator[Core]:
     """Room for twelve chunks, of which pins may take six."""
     terms = {"batch": 5.0}

@@ -108,11 +108,6 @@ def test_explain_of_the_whole_server_and_reflection_are_for_admins_and_the_unkno
 REPRESENTATION = make_representation()
 
 
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
 def make_table(sessions: int, clock: FakeClock) -> SessionTable:
     drawn = count(1)
     return SessionTable(

@@ -285,11 +285,6 @@ def names(text: bytes) -> list[bytes]:
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
 def recorder(clock: FakeClock) -> RequestLog:
     return RequestLog(clock)
 
