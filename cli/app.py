@@ -308,7 +308,7 @@ def group(name: str, section: str, text: str) -> None:
 def command(
     path: str,
     *,
-    example: str,
+    example: str = "",
     exits: str = "0 2 3",
     section: str | None = None,
     where: bool = False,
@@ -316,11 +316,13 @@ def command(
 ) -> Callable[[Command], Command]:
     """Register a function as the command *path*, one word or a group's and its own.
 
-    *exits* are its exit codes. A function with a parameter ``address`` takes the connection
-    options, *where* the address as an argument too, *as_server* the flags of kvstore-server.
+    *example* is what may follow it, *exits* are its exit codes. A function with a parameter
+    ``address`` takes the connection options, *where* the address as an argument too, *as_server*
+    the flags of kvstore-server.
     """
     codes = "\n".join(f"  {code}  {CODES[int(code)]}" for code in exits.split())
-    epilog = f"\b\nExit codes:\n{codes}\n\n\b\nExample:\n  {example}"
+    shown = f"kvstore {path} {example}".rstrip()
+    epilog = f"\b\nExit codes:\n{codes}\n\n\b\nExample:\n  {shown}"
     context = {"allow_extra_args": as_server, "ignore_unknown_options": as_server}
     owner, _, name = path.rpartition(" ")
 
@@ -482,8 +484,8 @@ def as_dict(found: Any) -> dict[str, Any]:
     each message says of its server is left out.
     """
     if is_dataclass(found):
-        rows = ((one.name.removeprefix("is_"), getattr(found, one.name)) for one in fields(found))
-        return {name: _as_json(value) for name, value in rows}
+        names = [field.name for field in fields(found)]
+        return {name.removeprefix("is_"): _as_json(getattr(found, name)) for name in names}
     values = {}
     for field in found.DESCRIPTOR.fields:
         is_absent = field.message_type and not field.is_repeated and not found.HasField(field.name)

@@ -50,7 +50,7 @@ def _encryption_keys(file: Path) -> list[EncryptionKey]:
 # --- token
 
 
-@app.command("token make", exits="0 2", example="kvstore token make api-keys --tenant acme")
+@app.command("token make", exits="0 2", example="api-keys --tenant acme")
 def token_make(
     file: NewFile,
     tenant: Annotated[str, Option(help="Tenant of the key.")],
@@ -81,14 +81,14 @@ def token_make(
             raise
 
 
-@app.command("token list", exits="0 2", example="kvstore token list api-keys")
+@app.command("token list", exits="0 2", example="api-keys")
 def token_list(file: KeyFile, as_json: app.AsJson = False) -> None:
     """Show the keys of a file: their ids, tenants and roles."""
     rows = [(r.id, r.tenant, ",".join(sorted(r.roles)), _day(r.made)) for r in _tokens(file)]
     _show_rows(("id", "tenant", "roles", "made"), rows, as_json)
 
 
-@app.command("token revoke", exits="0 2", example="kvstore token revoke api-keys 0123456789ab")
+@app.command("token revoke", exits="0 2", example="api-keys 0123456789ab")
 def token_revoke(
     file: KeyFile,
     key_id: Annotated[str, Argument(metavar="ID", help="Key id; a unique prefix is enough.")],
@@ -108,7 +108,7 @@ def token_revoke(
 # --- keys
 
 
-@app.command("keys new", exits="0 2", example="kvstore keys new encryption-keys")
+@app.command("keys new", exits="0 2", example="encryption-keys")
 def keys_new(file: NewFile) -> None:
     """Create a key of the next epoch; new data is encrypted with it."""
     from kvstore.server.security.key_files import next_key, write_keys
@@ -119,7 +119,7 @@ def keys_new(file: NewFile) -> None:
     print(f"created the key of epoch {row.epoch}; new data is encrypted with it")
 
 
-@app.command("keys list", exits="0 2", example="kvstore keys list encryption-keys")
+@app.command("keys list", exits="0 2", example="encryption-keys")
 def keys_list(file: KeyFile, as_json: app.AsJson = False) -> None:
     """Show the epochs of a file, and the fingerprints of their keys."""
     import hashlib
@@ -131,7 +131,7 @@ def keys_list(file: KeyFile, as_json: app.AsJson = False) -> None:
     _show_rows(("epoch", "fingerprint", "made"), rows, as_json)
 
 
-@app.command("keys retire", exits="0 1 2", example="kvstore keys retire encryption-keys 1 --yes")
+@app.command("keys retire", exits="0 1 2", example="encryption-keys 1 --yes")
 def keys_retire(
     file: KeyFile,
     epoch: Annotated[int, Argument(metavar="EPOCH", help="As keys list shows it.")],
@@ -157,7 +157,7 @@ def keys_retire(
 # --- quota
 
 
-@app.command("quota show", example="kvstore quota show --all --json")
+@app.command("quota show", example="--all --json")
 def quota_show(
     address: str,
     tenant: Annotated[str, Argument(help="Tenant; default: your own.")] = "",
@@ -168,7 +168,7 @@ def quota_show(
     _show_quotas(app.call(address, "Quota", tenant=EVERY_TENANT if everything else tenant), as_json)
 
 
-@app.command("quota set", example="kvstore quota set acme --rate 500")
+@app.command("quota set", example="acme --rate 500")
 def quota_set(  # noqa: PLR0913 - each is an option
     address: str,
     tenant: Annotated[str, Argument(help="Tenant whose limits change.")],
@@ -207,7 +207,7 @@ def _show_quotas(reply: Any, as_json: bool) -> None:
 # --- audit
 
 
-@app.command("audit verify", exits="0 1 2", example="kvstore audit verify audit.log")
+@app.command("audit verify", exits="0 1 2", example="audit.log")
 def audit_verify(
     file: Annotated[Path, Argument(metavar="FILE", help="The log that --audit-log names.")],
     last: Annotated[

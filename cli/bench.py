@@ -95,9 +95,7 @@ def chunks_of(keys: Sequence[ChunkKey], tensors: Sequence[ChunkTensors]) -> list
 # --- bench
 
 
-@app.command(
-    "bench", exits="0 1 2 3", example="kvstore bench --chunks 16 --json", section="Measure"
-)
+@app.command("bench", exits="0 1 2 3", example="--chunks 16 --json", section="Measure")
 def bench(
     address: str,
     chunks: Annotated[int, app.number("Number of chunks.", 1, MAX_CHUNKS)] = 64,
@@ -172,10 +170,12 @@ def run_bench(
 
 def complete_codecs(incomplete: str) -> list[str]:
     """Complete a codec's name."""
-    return [name for name in every_name() if name.startswith(incomplete)]
+    from kvstore.codecs.base import NAMES_BY_ID
+
+    return [name for name in NAMES_BY_ID.values() if name.startswith(incomplete)]
 
 
-@app.command("codecs", exits="0 2", example="kvstore codecs raw kvq:2", section="Measure")
+@app.command("codecs", exits="0 2", example="raw kvq:2", section="Measure")
 def codecs(
     names: Annotated[
         list[str] | None,
@@ -184,10 +184,10 @@ def codecs(
     as_json: app.AsJson = False,
 ) -> None:
     """Measure what each codec does on this machine, and up to which link it pays."""
-    from kvstore.codecs.base import codec_by_name
+    from kvstore.codecs.base import NAMES_BY_ID, codec_by_name
     from kvstore.codecs.speed import make_sample, measure
 
-    found = [(name, codec_by_name(name)) for name in names or every_name()]
+    found = [(name, codec_by_name(name)) for name in names or NAMES_BY_ID.values()]
     sample = make_sample()
     rows, missing = [], {}
     for name, codec in app.followed(found, "measuring"):
@@ -200,13 +200,6 @@ def codecs(
         rates = {name: round(getattr(one, name)) for name in _RATES}
         rows.append(row | {"ratio": round(one.ratio, 4)} | rates)
     app.show({"codecs": rows, "not_measured": missing}, _codecs_text(rows, missing), as_json)
-
-
-def every_name() -> list[str]:
-    """Return all codecs, those that write the raw bytes first."""
-    from kvstore.codecs.base import NAMES_BY_ID
-
-    return list(NAMES_BY_ID.values())
 
 
 def _codecs_text(rows: list[dict[str, Any]], missing: dict[str, str]) -> Iterator[str | app.Grid]:

@@ -22,7 +22,7 @@ app.group("blend", "Measure", "Reuse of chunks of other prompts.")
 @app.command(
     "calibrate",
     exits="0 1 2 3",
-    example="kvstore calibrate kvtc ./my-model --text corpus.txt --out assets",
+    example="kvtc ./my-model --text corpus.txt --out assets",
     section="Measure",
 )
 def calibrate(  # noqa: PLR0913 - each is an option
@@ -69,11 +69,7 @@ def calibrate(  # noqa: PLR0913 - each is an option
     print(f"{made}: {made.stat().st_size} bytes, digest {asset.digest.hex()}")
 
 
-@app.command(
-    "blend calibrate",
-    exits="0 1 2 3",
-    example="kvstore blend calibrate ./my-model --text corpus.txt",
-)
+@app.command("blend calibrate", exits="0 1 2 3", example="./my-model --text corpus.txt")
 def blend_calibrate(  # noqa: PLR0913 - each is an option
     address: str,
     model: Annotated[Path, Argument(help="Folder of a transformers model.")],

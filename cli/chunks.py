@@ -241,7 +241,7 @@ def namespace_as_dict(space: pb.KnownSpace) -> dict[str, Any]:
 # --- ls
 
 
-@app.command("ls", example="kvstore ls --limit 20", section="Look")
+@app.command("ls", example="--limit 20", section="Look")
 def ls(  # noqa: PLR0913 - each is an option
     address: str,
     prefix: Annotated[str, Argument(metavar="[PREFIX]", help="First digits of the digests.")] = "",
@@ -337,7 +337,7 @@ def _held_by(chunk: dict[str, Any]) -> str:
 # --- stat
 
 
-@app.command("stat", exits="0 1 2 3", example="kvstore stat 3fa95c --json", section="Look")
+@app.command("stat", exits="0 1 2 3", example="3fa95c --json", section="Look")
 def stat(
     address: str,
     name: Key,
@@ -416,7 +416,7 @@ def _stat_text(chunk: dict[str, Any]) -> Iterator[str | app.Grid]:
 # --- pin and unpin
 
 
-@app.command("pin", exits="0 1 2 3", example="kvstore pin 3fa95c --for 2h", section="Change")
+@app.command("pin", exits="0 1 2 3", example="3fa95c --for 2h", section="Change")
 def pin(  # noqa: PLR0913 - each is an option
     address: str,
     keys: Keys = None,
@@ -435,7 +435,7 @@ def pin(  # noqa: PLR0913 - each is an option
     _keep(selection, keys or [], prefix, lambda c, some: c.pin(keys=some, ttl=ttl_s), as_json)
 
 
-@app.command("unpin", exits="0 1 2 3", example="kvstore unpin --prefix 3fa9", section="Change")
+@app.command("unpin", exits="0 1 2 3", example="--prefix 3fa9", section="Change")
 def unpin(
     address: str,
     keys: Keys = None,
@@ -498,9 +498,7 @@ def _keep(
 # --- clear
 
 
-@app.command(
-    "clear", exits="0 1 2 3", example="kvstore clear --tier disk --dry-run", section="Change"
-)
+@app.command("clear", exits="0 1 2 3", example="--tier disk --dry-run", section="Change")
 def clear(  # noqa: PLR0913 - each is an option
     address: str,
     namespace: Namespace = "",

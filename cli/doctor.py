@@ -74,13 +74,7 @@ def judged(is_bad: bool, check: str, saw: str, fix: str, state: State = "warn") 
     return Finding(check, state, saw, fix) if is_bad else Finding(check, "ok", saw)
 
 
-@app.command(
-    "doctor",
-    exits="0 1 2 3",
-    example="kvstore doctor --tiers cpu,disk",
-    section="Look",
-    as_server=True,
-)
+@app.command("doctor", exits="0 1 2 3", example="--tiers cpu,disk", section="Look", as_server=True)
 def doctor(address: str, context: typer.Context, as_json: app.AsJson = False) -> None:
     """Check this machine, and the server if it runs; takes kvstore-server's flags too.
 
@@ -393,7 +387,7 @@ def check_server(address: str, config: Settings) -> Iterator[Finding]:
         }
         fix = fixes.get(status.directory.standing, "")
         fix = fix or (fixes["unknown"] if status.directory.failure else "")
-        saw = directory_line(status.directory).removeprefix("directory: ")
+        saw = directory_line(app.as_dict(status.directory)).removeprefix("directory: ")
         yield judged(bool(fix), "directory", saw, fix)
     try:
         yield from _identities(fetch_namespaces(address))

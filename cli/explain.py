@@ -19,7 +19,7 @@ if TYPE_CHECKING:  # help is to load none of the product
 _BOTH = f"{chunks.DIGEST_DIGITS} of a digest, {chunks.KEY_DIGITS} of a key"
 
 
-@app.command("explain", example="kvstore explain --recent 20", section="Look")
+@app.command("explain", example="--recent 20", section="Look")
 def explain(  # noqa: PLR0913 - each is an option
     address: str,
     model: chunks.ModelFile = None,

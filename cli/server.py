@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -18,7 +17,7 @@ from kvstore.proto.errors import PermissionDeniedError, printable
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.client.connection import Connection
-    from kvstore.client.server_state import DirectoryStatus, EventPage, ServerStatus
+    from kvstore.client.server_state import EventPage, ServerStatus
 
 HIDDEN = "sessions, leases, sizes and counters are hidden: they need the role admin"
 FAULTS = (
@@ -41,87 +40,113 @@ def fetch_status(address: str) -> ServerStatus:
     return status_from_message(app.call(address, "Status"))
 
 
-@dataclass(frozen=True, slots=True)
-class Look:
-    """A look at a server: its state, and what was counted since the look *before*.
+def look_at(address: str, now: ServerStatus, before: ServerStatus | None = None) -> dict[str, Any]:
+    """Return the state of a server for JSON; what is hidden is null.
 
-    That is since the server's start where there was none, or it was of another start.
+    The hit ratio and the rates are of the ``counted_s`` since the look *before*, or since the
+    server's start where there was none, or it was of another start.
     """
+    then: Mapping[str, int] = {}
+    seconds = now.uptime_s
+    if before is not None and before.boot_id == now.boot_id:
+        then, seconds = before.counters, now.uptime_s - before.uptime_s
 
-    address: str
-    now: ServerStatus
-    before: ServerStatus | None = None
+    def counted(name: str) -> int:
+        return now.counters.get(name, 0) - then.get(name, 0)
 
-    @property
-    def _since(self) -> ServerStatus | None:
-        is_same = self.before is not None and self.before.boot_id == self.now.boot_id
-        return self.before if is_same else None
-
-    def _counted(self, name: str) -> int:
-        then = self._since.counters if self._since else {}
-        return self.now.counters.get(name, 0) - then.get(name, 0)
-
-    @property
-    def seconds(self) -> float:
-        """The time in which it was counted."""
-        return self.now.uptime_s - (self._since.uptime_s if self._since else 0)
-
-    def per_s(self, name: str) -> float:
-        """Return how often *name* was counted each second."""
-        return self._counted(name) / self.seconds if self.seconds > 0 else 0.0
-
-    @property
-    def hit_ratio(self) -> float | None:
-        """Chunks found ready of those that lookups named; None when none was."""
-        named = self._counted("lookup_chunks")
-        return self._counted("lookup_ready_chunks") / named if named > 0 else None
-
-    def as_dict(self) -> dict[str, Any]:
-        """Return it for JSON; what is hidden is null."""
-        names = ("lookups", "get_bytes", "put_bytes", "evicted_chunks")
-        found = {"address": self.address} | app.as_dict(self.now) | {"hit_ratio": self.hit_ratio}
-        found |= {f"{name}_per_s": self.per_s(name) for name in names}
-        del found["boot_id"]
+    named = counted("lookup_chunks")
+    found = {"address": address} | app.as_dict(now)
+    found |= {
+        "counted_s": seconds,
+        "hit_ratio": counted("lookup_ready_chunks") / named if named > 0 else None,
+    }
+    for name in ("lookups", "get_bytes", "put_bytes", "evicted_chunks"):
+        found[f"{name}_per_s"] = counted(name) / seconds if seconds > 0 else 0.0
+    del found["boot_id"]
+    for tier in found["tiers"]:
+        tier["what_if"] = {f"{one['scale']:g}": one["hit_ratio"] for one in tier["what_if"]}
+    if not now.counters:
+        shown = {"address", "version", "state", "uptime_s", "tiers", "directory"}
+        found |= dict.fromkeys(found.keys() - shown)
         for tier in found["tiers"]:
-            tier["what_if"] = {f"{one['scale']:g}": one["hit_ratio"] for one in tier["what_if"]}
-        if not self.now.counters:
-            shown = {"address", "version", "state", "uptime_s", "tiers"}
-            found |= dict.fromkeys(found.keys() - shown)
-            for tier in found["tiers"]:
-                tier |= dict.fromkeys(("capacity_bytes", "used_bytes", "chunks"))
-        return found
-
-    def text(self, everything: bool) -> Iterator[str | app.Grid]:
-        """Yield one screen of it, or all of it."""
-        now, is_shown = self.now, bool(self.now.counters)
-        held = f", {now.sessions} sessions, {now.leases} leases" if is_shown else ""
-        age = app.readable_time(now.uptime_s)
-        yield f"{self.address}: {now.state}, version {now.version}, up {age}{held}"
-        if is_shown:
-            moved = [f"{n} {app.readable_size(self.per_s(f'{n}_bytes'))}/s" for n in ("get", "put")]
-            since = f"last {self.seconds:.0f} s" if self._since else "since the start"
-            lookups, evicted = (self.per_s(name) for name in ("lookups", "evicted_chunks"))
-            yield f"hit ratio {_percent(self.hit_ratio)}, {lookups:.1f} lookups/s ({since})"
-            yield f"{', '.join(moved)}, {evicted:.1f} chunks evicted/s"
-            faults = [f"tier {tier.name} is {tier.state}" for tier in now.tiers if tier.reason]
-            faults += [f"{n} {now.counters[n]}" for n in FAULTS if now.counters.get(n)]
-            yield f"faults: {', '.join(faults) or 'none'}"
-        rows = []
-        for tier in now.tiers:
-            state = f"{tier.state}: {tier.reason}" if tier.reason else tier.state
-            sizes = (*map(app.readable_size, (tier.used_bytes, tier.capacity_bytes)), tier.chunks)
-            figures = sizes if is_shown else ("-",) * 3
-            rows.append((tier.name, *figures, tier.codec, tier.policy or "-", state))
-        yield app.Grid(("tier", "used", "of", "chunks", "codec", "policy", "state"), rows)
-        if now.directory is not None:
-            yield directory_line(now.directory)
-        if not is_shown:
-            yield HIDDEN
-        elif everything:
-            yield from _details(now)
+            tier |= dict.fromkeys(("capacity_bytes", "used_bytes", "chunks"))
+    return found
 
 
-@app.command("status", example="kvstore status --json", section="Look", where=True)
+def status_text(found: dict[str, Any], everything: bool) -> Iterator[str | app.Grid]:
+    """Yield one screen of a server's state, or all of it."""
+    counters, tiers = found["counters"], found["tiers"]
+    held = "" if counters is None else f", {found['sessions']} sessions, {found['leases']} leases"
+    age = app.readable_time(found["uptime_s"])
+    yield f"{found['address']}: {found['state']}, version {found['version']}, up {age}{held}"
+    if counters is not None:
+        is_all = found["counted_s"] == found["uptime_s"]
+        since = "since the start" if is_all else f"last {found['counted_s']:.0f} s"
+        ratio, lookups = _percent(found["hit_ratio"]), found["lookups_per_s"]
+        yield f"hit ratio {ratio}, {lookups:.1f} lookups/s ({since})"
+        get, put = (app.readable_size(found[f"{name}_bytes_per_s"]) for name in ("get", "put"))
+        yield f"get {get}/s, put {put}/s, {found['evicted_chunks_per_s']:.1f} chunks evicted/s"
+        faults = [f"tier {tier['name']} is {tier['state']}" for tier in tiers if tier["reason"]]
+        faults += [f"{name} {counters[name]}" for name in FAULTS if counters.get(name)]
+        yield f"faults: {', '.join(faults) or 'none'}"
+    rows = []
+    for tier in tiers:
+        state = f"{tier['state']}: {tier['reason']}" if tier["reason"] else tier["state"]
+        sizes = map(app.readable_size, (tier["used_bytes"], tier["capacity_bytes"]))
+        figures = ("-",) * 3 if counters is None else (*sizes, tier["chunks"])
+        rows.append((tier["name"], *figures, tier["codec"], tier["policy"] or "-", state))
+    yield app.Grid(("tier", "used", "of", "chunks", "codec", "policy", "state"), rows)
+    if found["directory"] is not None:
+        yield directory_line(found["directory"])
+    if counters is None:
+        yield HIDDEN
+    elif everything:
+        yield from _details(found)
+
+
+def _details(found: dict[str, Any]) -> Iterator[str | app.Grid]:
+    from kvstore.cli.calibrate import gate_line
+
+    tiers, size, limits = found["tiers"], app.readable_size, ("quota_bytes", "guaranteed_bytes")
+    scales = sorted({scale for tier in tiers for scale in tier["what_if"]}, key=float)
+    curves = (
+        (tier["name"], *(_percent(tier["what_if"].get(scale)) for scale in scales))
+        for tier in tiers
+        if tier["what_if"]
+    )
+    parts = [
+        (
+            tier["name"], one["name"], size(one["used_bytes"]),
+            *(size(one[name]) if one[name] else "-" for name in limits),
+        )
+        for tier in tiers
+        for one in tier["partitions"]
+    ]  # fmt: skip
+    yield f"{found['ghosts']} evicted chunks are remembered"
+    if scales:
+        yield app.Grid(("tier", *(f"hits at {scale}x" for scale in scales)), curves)
+    if parts:
+        yield app.Grid(("tier", "partition", "used", "quota", "guaranteed"), parts)
+    yield app.Grid(("counter", "since the start"), found["counters"].items())
+    yield from map(gate_line, found["gates"])
+
+
+def directory_line(directory: dict[str, Any]) -> str:
+    """Return how a server stands among other nodes, and whom it sees."""
+    nodes = ", ".join(f"{one['node_id']} at {one['grpc_address']}" for one in directory["nodes"])
+    standing, failure = directory["standing"], directory["failure"]
+    words = {"taken": "another node has its id", "full": "the directory is full"}
+    state = f"out of it: {failure or words.get(standing, standing)}"
+    if standing == "known" and not failure:
+        state = f"{directory['announced']} chunks named"
+    return f"directory: {directory['node_id']}, {state}; sees {nodes or 'no other node'}"
+
+
+def _percent(ratio: float | None) -> str:
+    return "-" if ratio is None else f"{ratio:.1%}"
+
+
+@app.command("status", example="--json", section="Look", where=True)
 def status(
     address: str,
     everything: Annotated[bool, Option("--all", help="Every counter, quota, curve, gate.")] = False,
@@ -135,8 +160,8 @@ def status(
     if watch:
         watch_status(address, every_s, everything, as_json)
     else:
-        look = Look(address, fetch_status(address))
-        app.show(look.as_dict(), look.text(everything), as_json)
+        found = look_at(address, fetch_status(address))
+        app.show(found, status_text(found, everything), as_json)
 
 
 def watch_status(
@@ -154,59 +179,23 @@ def watch_status(
     console, before = app.open_console(), None
     with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
         while True:
-            look = Look(address, fetch_status(address), before)
-            if not look.now.counters:
+            now = fetch_status(address)
+            if not now.counters:
                 raise PermissionDeniedError(f"{address}: {HIDDEN}")
-            parts = look.text(everything)
+            found = look_at(address, now, before)
+            parts = status_text(found, everything)
             if as_json:
-                print(json.dumps(look.as_dict()), flush=True)
+                print(json.dumps(found), flush=True)
             elif console.is_terminal:
                 texts = (Text(printable(p)) if isinstance(p, str) else p for p in parts)
                 live.update(Group(*texts), refresh=True)
             else:
                 console.print(*parts, "", sep="\n")
-            before = look.now
+            before = now
             sleep(every_s)
 
 
-def _details(reply: ServerStatus) -> Iterator[str | app.Grid]:
-    from kvstore.cli.calibrate import gate_as_dict, gate_line
-
-    scales = sorted({point.scale for tier in reply.tiers for point in tier.what_if})
-    curves, parts = [], []
-    for tier in reply.tiers:
-        ratios = {point.scale: point.hit_ratio for point in tier.what_if}
-        if ratios:
-            curves.append((tier.name, *(_percent(ratios.get(scale)) for scale in scales)))
-        for one in tier.partitions:
-            limits = (
-                app.readable_size(n) if n else "-" for n in (one.quota_bytes, one.guaranteed_bytes)
-            )
-            parts.append((tier.name, one.name, app.readable_size(one.used_bytes), *limits))
-    yield f"{reply.ghosts} evicted chunks are remembered"
-    if curves:
-        yield app.Grid(("tier", *(f"hits at {scale:g}x" for scale in scales)), curves)
-    if parts:
-        yield app.Grid(("tier", "partition", "used", "quota", "guaranteed"), parts)
-    yield app.Grid(("counter", "since the start"), sorted(reply.counters.items()))
-    yield from map(gate_line, map(gate_as_dict, reply.gates))
-
-
-def directory_line(directory: DirectoryStatus) -> str:
-    """Return how a server stands among other nodes, and whom it sees."""
-    nodes = ", ".join(f"{node.node_id} at {node.grpc_address}" for node in directory.nodes)
-    standing = {"taken": "another node has its id", "full": "the directory is full"}
-    why = directory.failure or standing.get(directory.standing, directory.standing)
-    is_up = directory.standing == "known" and not directory.failure
-    state = f"{directory.announced} chunks named" if is_up else f"out of it: {why}"
-    return f"directory: {directory.node_id}, {state}; sees {nodes or 'no other node'}"
-
-
-def _percent(ratio: float | None) -> str:
-    return "-" if ratio is None else f"{ratio:.1%}"
-
-
-@app.command("ping", exits="0 1 2 3", example="kvstore ping", section="Look", where=True)
+@app.command("ping", exits="0 1 2 3", section="Look", where=True)
 def ping(address: str, as_json: app.AsJson = False) -> None:
     """Ask a server whether it serves; exits with 1 when it drains or a tier is degraded."""
     with app.connected(address) as connection:
@@ -221,7 +210,7 @@ def ping(address: str, as_json: app.AsJson = False) -> None:
     app.show(data, [text], as_json, held=not degraded and reply.state == "serving")
 
 
-@app.command("sessions", example="kvstore sessions", section="Look", where=True)
+@app.command("sessions", section="Look", where=True)
 def sessions(address: str, as_json: app.AsJson = False) -> None:
     """List the sessions of a server: who is connected, for which model; for admins."""
     reply = app.call(address, "Status", with_sessions=True)
@@ -243,7 +232,7 @@ def sessions(address: str, as_json: app.AsJson = False) -> None:
 # --- events
 
 
-@app.command("events", example="kvstore events --follow", section="Look")
+@app.command("events", example="--follow", section="Look")
 def events(
     address: str,
     follow: Annotated[bool, Option("--follow", help="Print changes from now on.")] = False,
@@ -300,11 +289,7 @@ def _pages_of_all(connection: Connection) -> Iterator[EventPage]:
 
 
 @app.command(
-    "scrub",
-    exits="0 1 2 3",
-    example="kvstore scrub --tiers disk --rate 100MiB",
-    section="Change",
-    where=True,
+    "scrub", exits="0 1 2 3", example="--tiers disk --rate 100MiB", section="Change", where=True
 )
 def scrub(
     address: str,
@@ -328,7 +313,7 @@ def scrub(
     app.show(app.as_dict(reply), [text], as_json, held=not reply.damaged_chunks)
 
 
-@app.command("drain", exits="0 1 2 3", example="kvstore drain --within 20", section="Change")
+@app.command("drain", exits="0 1 2 3", example="--within 20", section="Change")
 def drain(
     address: str,
     deadline_s: Annotated[
@@ -349,7 +334,7 @@ def drain(
 app.group("config", "Administer", "Check and print the settings of kvstore-server.")
 
 
-@app.command("config show", exits="0 2", example="kvstore config show --cpu 8GiB", as_server=True)
+@app.command("config show", exits="0 2", example="--cpu 8GiB", as_server=True)
 def config_show(context: typer.Context) -> None:
     """Print each setting as YAML with where it came from. Takes kvstore-server's flags."""
     from kvstore.server.settings.loading import load, show
@@ -358,12 +343,7 @@ def config_show(context: typer.Context) -> None:
     print(show(*load(Settings, context.args)), end="")
 
 
-@app.command(
-    "config validate",
-    exits="0 2",
-    example="kvstore config validate --config kvstore.yaml",
-    as_server=True,
-)
+@app.command("config validate", exits="0 2", example="--config kvstore.yaml", as_server=True)
 def config_validate(context: typer.Context) -> None:
     """Print ok, or exit with 2 and what is wrong. Takes kvstore-server's flags."""
     from kvstore.server.settings.settings import load_config
@@ -372,7 +352,7 @@ def config_validate(context: typer.Context) -> None:
     print("ok")
 
 
-@app.command("config schema", exits="0 2", example="kvstore config schema")
+@app.command("config schema", exits="0 2")
 def config_schema() -> None:
     """Print the JSON schema of the YAML file, for editors and for what generates such files."""
     from kvstore.server.settings.loading import SHORT_NAMES, settings_schema

@@ -9,7 +9,7 @@ from __future__ import annotations
 import re
 import time
 from array import array
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
 from itertools import count, islice
@@ -18,7 +18,6 @@ from typing import IO, Annotated, Any
 
 import msgspec
 import numpy as np
-from blake3 import blake3
 from msgspec import Meta
 from numpy.typing import NDArray
 
@@ -34,17 +33,13 @@ MAX_REQUESTS = 4 << 20
 MAX_REQUEST_TOKENS = 16 << 20
 MAX_BLOCKS = 64 << 20
 """Accesses to blocks in one trace; their rows are kept in memory, 8 bytes each."""
-DEFAULT_BLOCK_TOKENS = 256
-_BLOCK_DIGEST_BYTES = 16
 _NAME_BYTES = 8
-_FIRST_TOKEN, _TOKEN_IDS = 3, 31_997
 
-Tokens = NDArray[np.int32]
 _Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Count = Annotated[int, Meta(ge=0, lt=MAX_REQUEST_TOKENS)]
 _Time = Annotated[float, Meta(ge=0, lt=1e15)]
 _Stream = Annotated[int, Meta(ge=0, lt=1 << 32)]
-"""Below 2^32, as a token is made from ``stream * 2**32 + place``."""
+"""Below 2^32, as token ids are made from ``stream * 2**32 + place``."""
 Segment = tuple[_Stream, _Count]
 """A stream's number and how many of its tokens."""
 
@@ -175,24 +170,6 @@ def _read_line(raw: bytes, kind: type | None) -> BlockLine | SegmentLine:
     return _block_line.decode(raw) if found is BlockLine else _segment_line.decode(raw)
 
 
-def tokens_of(segments: Iterable[Segment]) -> Tokens:
-    """Return the tokens of segments, one after the other: int32 (tokens,).
-
-    Token j of stream s is 3 + splitmix64(s * 2**32 + j) % 31997. splitmix64 is Steele, Lea and
-    Flood's (OOPSLA 2014), with the state as its argument.
-    """
-    parts = [np.zeros(0, np.uint64)]
-    parts += [
-        np.uint64(number << 32) + np.arange(tokens, dtype=np.uint64) for number, tokens in segments
-    ]
-    mixed = np.concatenate(parts)
-    mixed += np.uint64(0x9E3779B97F4A7C15)  # arrays of numpy wrap around, as splitmix64 does
-    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    mixed ^= mixed >> np.uint64(31)
-    return (_FIRST_TOKEN + mixed % np.uint64(_TOKEN_IDS)).astype(np.int32)
-
-
 @dataclass(frozen=True, slots=True)
 class BlockTrace:
     """Requests as chains of blocks, in the order in which they came.
@@ -200,9 +177,8 @@ class BlockTrace:
     A block has a row of 1 or more, in the order of first appearance, and its identity is its
     chain: the same tokens after another prefix are another block. Request i came at
     ``times_s[i]``, with the blocks ``rows[starts[i]:starts[i + 1]]`` of which the first
-    ``known[i]`` are within the prompt, so that a lookup can name them. By row: the ``parents``,
-    and the ``tokens`` in a block; one that is not full takes as much space as others, as the
-    pages of engines do.
+    ``known[i]`` are within the prompt, so that a lookup can name them. ``tokens`` are those in a
+    block, by row; one that is not full takes as much space as others, as the pages of engines do.
     """
 
     times_s: NDArray[np.float64]
@@ -210,7 +186,6 @@ class BlockTrace:
     starts: NDArray[np.int64]
     rows: Rows
     known: NDArray[np.int64]
-    parents: Rows
     tokens: NDArray[np.int64]
     block_tokens: int
 
@@ -222,18 +197,18 @@ class BlockTrace:
     @property
     def blocks(self) -> int:
         """How many different blocks there are."""
-        return len(self.parents) - 1
+        return len(self.tokens) - 1
 
     def chain(self, request: int) -> Rows:
         """Return the rows of a request's blocks, the head of the prompt first."""
         return self.rows[self.starts[request] : self.starts[request + 1]]
 
 
-_Block = tuple[int | bytes, int]
+_Block = tuple[Hashable, int]
 """What distinguishes a block from others after the same prefix, and its tokens."""
 
 
-def make_blocks(lines: TraceLines, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> BlockTrace:
+def make_blocks(lines: TraceLines, block_tokens: int = 256) -> BlockTrace:
     """Return a trace as chains of blocks: of its own size where it has one, else *block_tokens*.
 
     Raises InvalidRequestError when there are too many, or the lines disagree about their size.
@@ -242,15 +217,14 @@ def make_blocks(lines: TraceLines, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> 
     size = first.block_tokens if isinstance(first, BlockLine) else block_tokens
     if size < 1:
         raise InvalidRequestError("block_tokens", size, "give 1 or more, such as 256")
-    row_of: dict[tuple[int, int | bytes], int] = {}
+    row_of: dict[tuple[int, Hashable], int] = {}
     rows, starts, known = array("q"), array("q", [0]), array("q")
-    parents, tokens = array("q", [NO_ROW]), array("q", [0])
+    tokens = array("q", [0])
     for named, blocks in _cut(lines, size):
         row = NO_ROW
         for identity, block in blocks:
-            parent, row = row, row_of.setdefault((row, identity), len(parents))
-            if row == len(parents):
-                parents.append(parent)
+            row = row_of.setdefault((row, identity), len(tokens))
+            if row == len(tokens):
                 tokens.append(block)
             rows.append(row)
         known.append(named)
@@ -264,7 +238,6 @@ def make_blocks(lines: TraceLines, block_tokens: int = DEFAULT_BLOCK_TOKENS) -> 
         starts=np.array(starts, np.int64),
         rows=np.array(rows, np.intp),
         known=np.array(known, np.int64),
-        parents=np.array(parents, np.intp),
         tokens=np.array(tokens, np.int64),
         block_tokens=size,
     )
@@ -276,12 +249,9 @@ def _cut(lines: TraceLines, size: int) -> Iterator[tuple[int, list[_Block]]]:
     Of a prompt of tokens with its answer, as an engine stores them, that is without the block in
     which the prompt ends and the answer begins.
     """
-    blocks: list[_Block]
     for line in lines:
         if isinstance(line, SegmentLine):
-            whole = tokens_of((*line.inputs, line.output))
-            parts = [whole[at : at + size] for at in range(0, len(whole), size)]
-            blocks = [(blake3(p.tobytes()).digest(_BLOCK_DIGEST_BYTES), len(p)) for p in parts]
+            blocks = list(_cut_segments((*line.inputs, line.output), size))
             yield (line.input_tokens // size if line.output_tokens else len(blocks)), blocks
         else:
             if line.block_tokens != size:
@@ -293,6 +263,24 @@ def _cut(lines: TraceLines, size: int) -> Iterator[tuple[int, list[_Block]]]:
                 for block, left in zip(line.block_ids, ends, strict=True)
             ]
             yield len(blocks), blocks
+
+
+def _cut_segments(segments: Iterable[Segment], size: int) -> Iterator[_Block]:
+    """Yield blocks as which tokens of which streams they have."""
+    block: list[tuple[int, int, int]] = []
+    left = size
+    for stream, tokens in segments:
+        first = 0
+        while first < tokens:
+            end = min(tokens, first + left)
+            block.append((stream, first, end))
+            left -= end - first
+            first = end
+            if not left:
+                yield tuple(block), size
+                block, left = [], size
+    if block:
+        yield tuple(block), size - left
 
 
 # --- replay

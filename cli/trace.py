@@ -30,7 +30,7 @@ app.group("trace", "Measure", "Record anonymised access traces of a server, and 
 # --- recording
 
 
-@app.command("trace record", example="kvstore trace record trace.jsonl --seconds 60")
+@app.command("trace record", example="trace.jsonl --seconds 60")
 def trace_record(
     address: str,
     out: Annotated[Path, Argument(help="File to write, which must not exist.")],
@@ -68,13 +68,10 @@ def record(
         page = app.ask(connection, "Trace")
         with out.open("xb") as file:
             writer = TraceWriter(file, block_tokens)
-            until = clock() + duration_s
-            is_last = False
-            while not is_last and writer.chunks < MAX_NAMES:
+            left_s, until = duration_s, clock() + duration_s
+            while left_s > 0 and writer.chunks < MAX_NAMES:
+                sleep(min(POLL_S, left_s))
                 left_s = until - clock()
-                is_last = left_s <= 0
-                if not is_last:
-                    sleep(min(POLL_S, left_s))
                 while True:
                     page = app.ask(connection, "Trace", recording=page.recording, after=page.last)
                     writer.lost += page.lost
@@ -100,7 +97,7 @@ class Replayed:
     spent_s: float = 0.0
 
 
-@app.command("trace replay", example="kvstore trace replay trace.jsonl")
+@app.command("trace replay", example="trace.jsonl")
 def trace_replay(
     address: str,
     trace: Annotated[Path, Argument(help="JSONL, as simulate reads.")],
@@ -160,10 +157,7 @@ def _complete_policies(incomplete: str) -> list[str]:
 
 
 @app.command(
-    "simulate",
-    exits="0 2",
-    example="kvstore simulate trace.jsonl --policy all --capacity 5%,10%",
-    section="Measure",
+    "simulate", exits="0 2", example="trace.jsonl --policy all --capacity 5%,10%", section="Measure"
 )
 def simulate(  # noqa: PLR0913 - each is an option
     trace: Annotated[Path, Argument(help="JSONL: Mooncake's blocks or token segments.")],

@@ -293,13 +293,12 @@ class BlendTrials:
         Raises InvalidRequestError for a model or file that will not do, ModelError for a
         model that cannot be blended, KVStoreErrors of the server.
         """
-        check_extras(model_folder)
+        check_tag(self.tag)
+        model, tokenizer = load_model(model_folder)
         from kvstore.client.blend.engine import Blender
         from kvstore.client.blend.gate import SHADOW_TOKENS, GuardedBlender
         from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 
-        check_tag(self.tag)
-        model, tokenizer = load_model(model_folder)
         pairs, longest = self._prompts(tokenizer, np.random.default_rng(0))
         longest += SHADOW_TOKENS  # what is decoded behind it
         limit = getattr(model.config, "max_position_embeddings", None) or longest

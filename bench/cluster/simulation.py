@@ -42,7 +42,7 @@ def prompts(trace: BlockTrace, copies: int, seed: int = 1) -> Iterator[list[int]
         copy, request = divmod(place, trace.requests)
         chain = rows[starts[request] : starts[request] + known[request]]
         if chain and copy:
-            past = copy * len(trace.parents)
+            past = copy * len(trace.tokens)
             chain = [row if row in shared else row + past for row in chain]
         if chain:
             yield chain

@@ -11,11 +11,11 @@ from typing import Any, TypeAlias
 
 from bench.lib import ROOT
 from bench.lib.processes import PeerSkippedError
-from bench.lib.traces import read_segments
+from bench.lib.traces import read_segments, tokens_of
 from bench.lib.vllm import EngineProcess
 from bench.lib.workload import serving
 from bench.peers.lmcache import LMCache
-from kvstore.cli.simulate import Segment, SegmentLine, tokens_of
+from kvstore.cli.simulate import Segment, SegmentLine
 
 CHATS = "dev_chat_sharegptlike_sps2_n100"
 DOCUMENTS = "dev_ragshared_qps2_n900"

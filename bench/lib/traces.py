@@ -3,15 +3,21 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterable
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from bench.lib import ROOT, TRACES
-from kvstore.cli.simulate import BlockTrace, SegmentLine, make_blocks, read_trace
+from kvstore.cli.simulate import BlockTrace, Segment, SegmentLine, make_blocks, read_trace
 
 TINYLM = ROOT / "data" / "tinylm"
 Ids = tuple[int, ...]
+Tokens = NDArray[np.int32]
+_FIRST_TOKEN, _TOKEN_IDS = 3, 31_997
 
 
 @lru_cache(maxsize=2)
@@ -24,6 +30,24 @@ def read_segments(trace: str) -> list[SegmentLine]:
     """Return the lines of a trace of token segments."""
     lines = read_trace(TRACES / f"{trace}.jsonl")
     return [line for line in lines if isinstance(line, SegmentLine)]
+
+
+def tokens_of(segments: Iterable[Segment]) -> Tokens:
+    """Return the tokens of segments, one after the other: int32 (tokens,).
+
+    Token j of stream s is 3 + splitmix64(s * 2**32 + j) % 31997. splitmix64 is Steele, Lea and
+    Flood's (OOPSLA 2014), with the state as its argument.
+    """
+    parts = [np.zeros(0, np.uint64)]
+    parts += [
+        np.uint64(number << 32) + np.arange(tokens, dtype=np.uint64) for number, tokens in segments
+    ]
+    mixed = np.concatenate(parts)
+    mixed += np.uint64(0x9E3779B97F4A7C15)  # arrays of numpy wrap around, as splitmix64 does
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    mixed ^= mixed >> np.uint64(31)
+    return (_FIRST_TOKEN + mixed % np.uint64(_TOKEN_IDS)).astype(np.int32)
 
 
 def rows_of(file: Path, use: str = "score") -> list[Any]:

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.lib.report import Report
-from bench.lib.traces import read_segments
-from kvstore.cli.simulate import SegmentLine, Tokens, tokens_of
+from bench.lib.traces import Tokens, read_segments, tokens_of
+from kvstore.cli.simulate import SegmentLine
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.states.cache import NO_GHOSTS, GhostLimits, StateCache
 from kvstore.server.eviction.states.ranks import STATE_CLASSES, HitDensityRank, LeafLruRank, LruRank

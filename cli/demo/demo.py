@@ -34,7 +34,7 @@ _MODULE = (sys.executable, "-P", "-m")  # -P: nothing is imported from where the
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
-@command("demo", exits="0 1 2 3", example="kvstore demo --json demo.json", section="Measure")
+@command("demo", exits="0 1 2 3", example="--json demo.json", section="Measure")
 def demo(
     json_file: Annotated[
         Path | None, Option("--json", metavar="FILE", help="Write the figures there.")
@@ -95,8 +95,7 @@ def check_model(folder: Path, prompt_tokens: int) -> None:
 class ServerChild:
     """One kvstore-server process on a free port of the loopback; *folder* keeps its disk tier.
 
-    What *flags* do not say is the server's default. May be started again after its end; the
-    disk is then the same and the port another.
+    May be started again after its end; the disk is then the same and the port another.
     """
 
     def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
@@ -118,19 +117,17 @@ class ServerChild:
             self._process = process = subprocess.Popen(  # noqa: S603 - our own interpreter
                 self._command, stdout=subprocess.PIPE, stderr=log, text=True
             )
-        line = ""
         try:
             assert process.stdout is not None
-            if select.select([process.stdout], [], [], START_S)[0]:
-                line = process.stdout.readline().strip()
-        finally:
-            if not line.startswith(_GREETING):
-                self.kill()
-        if not line.startswith(_GREETING):
-            words = self.log_file.read_text().splitlines()[-1:] or ["it printed nothing"]
-            raise KVStoreError(f"kvstore-server did not start: {words[0]}")
-        self.greeting = line
-        self.address = line.removeprefix(_GREETING).split()[0]
+            is_ready = select.select([process.stdout], [], [], START_S)[0]
+            self.greeting = process.stdout.readline().strip() if is_ready else ""
+            if not self.greeting.startswith(_GREETING):
+                words = _last_words(self.log_file.read_text())
+                raise KVStoreError(f"kvstore-server did not start: {words}")
+        except BaseException:
+            self.kill()
+            raise
+        self.address = self.greeting.removeprefix(_GREETING).split()[0]
 
     def kill(self) -> None:
         """End it as kill -9 does. Nothing that only its memory holds is saved."""
@@ -145,6 +142,10 @@ class ServerChild:
 
     def __exit__(self, *_: object) -> None:
         self.kill()
+
+
+def _last_words(text: str) -> str:
+    return (text.strip().splitlines() or ["it printed nothing"])[-1]
 
 
 def judge(reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[str, Any]:
@@ -164,12 +165,8 @@ def judge(reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[s
         "nothing came from disk after the kill": disk_hit_tokens > 0,
         "loading was not faster than computing": ratio < 1,
     }
-    problems = [sentence for sentence, held in checks.items() if not held]
-    problems += [
-        f"errors in the {name} process: {report['errors']}"
-        for name, report in reports.items()
-        if report["errors"]
-    ]
+    for name, report in reports.items():
+        checks[f"errors in the {name} process: {report['errors']}"] = not report["errors"]
     names = (
         "hit_tokens", "hit_tokens_by_tier", "ttft_without_ms", "ttft_with_ms", "load_ms",
         "samples_without_ms", "samples_with_ms",
@@ -178,7 +175,7 @@ def judge(reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[s
         "tokens_identical": identical,
         "disk_hit_tokens_after_kill": disk_hit_tokens,
         "ttft_ratio": ratio,
-        "problems": problems,
+        "problems": [sentence for sentence, held in checks.items() if not held],
         "prompt_tokens": first["prompt_tokens"],
         "new_tokens": len(first["tokens"]),
         "hit_tokens_by_tier_after_kill": restarted["hit_tokens_by_tier"],
@@ -235,8 +232,7 @@ def _engine(console: Console, role: str, command: Sequence[str]) -> dict[str, An
         except subprocess.TimeoutExpired:
             fail(f"the {role} engine process took over {ENGINE_S:.0f} s", EXIT_NOT_HELD)
     if done.returncode:
-        last_words = (done.stderr.strip().splitlines() or ["it printed nothing"])[-1]
-        fail(f"the {role} engine process failed: {last_words}", EXIT_NOT_HELD)
+        fail(f"the {role} engine process failed: {_last_words(done.stderr)}", EXIT_NOT_HELD)
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
 

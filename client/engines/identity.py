@@ -53,15 +53,13 @@ _UNSTATED = ("None", "auto", "False", "{}", "[]", "")
 
 @dataclass(frozen=True)
 class Weights:
-    """Which weights an engine runs. ``revision``: as ``weights_name`` has it.
-
-    ``folder``: what lies there the revision covers, the settings and the tokenizer among it; None
-    where it covers neither.
-    """
+    """Which weights an engine runs."""
 
     model_id: str
     revision: str
+    """As ``weights_name`` has it."""
     folder: Path | None = None
+    """Where the settings and the tokenizer lie, if the revision covers them."""
 
     @cached_property
     def config(self) -> Any:
@@ -86,16 +84,14 @@ def weights_of(model: str, stated: str = "", commit: str = "") -> Weights:
     """
     revision = weights_name(model, stated, commit)
     files, in_cache = weights_files(model), _IN_CACHE.search(model.rstrip("/"))
+    name, folder = short_name(model), None
     if files:
-        folder: Path | None = Path(model)
-    else:
-        folder = None if is_exact(stated) else _cached_folder(model, commit)
+        folder = Path(model)
+        name = f"{_model_type(folder)}-{weights_sample(files).hex()[:_NAME_DIGITS]}"
+    elif not is_exact(stated):
+        folder = _cached_folder(model, commit)
     if in_cache:  # of one commit there may be several: folders of checkpoints, GGUF files
         name = in_cache[1].replace("--", "/") + (in_cache[2] or "")
-    elif files:
-        name = f"{_model_type(Path(model))}-{weights_sample(files).hex()[:_NAME_DIGITS]}"
-    else:
-        name = short_name(model)
     return Weights(name, revision, folder)
 
 
@@ -124,13 +120,11 @@ def _cached_folder(model: str, commit: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Departures:
-    """What an engine does otherwise than the settings beside the weights say.
-
-    ``stated``: values by the names of the engine's settings, those that nobody gave left out.
-    """
+    """What an engine does otherwise than the settings beside the weights say."""
 
     engine: str
     stated: dict[str, str] = field(default_factory=dict)
+    """The engine's settings by name, but for those that nobody gave."""
     adapter_digest: str = "none"
     quantization: str = "none"
     tokenizer: str = OWN_TOKENIZER
@@ -201,12 +195,10 @@ def _facts(config: Any) -> str | None:
     return json.dumps(settings, sort_keys=True, default=str)
 
 
-def own_rope(weights: Weights) -> RopeParameters:
-    """Return the rotation that lies beside *weights*; NO_ROPE where it is not known."""
-    if weights.config is None:
-        return NO_ROPE
+def own_rope(config: Any) -> RopeParameters:
+    """Return the rotation that *config* states; NO_ROPE where it is not known, or None."""
     try:
-        return rope_parameters(weights.config)
+        return rope_parameters(config)
     except ModelError:
         return NO_ROPE
 
@@ -247,22 +239,20 @@ def weights_name(model: str, stated: str = "", commit: str = "") -> str:
     """Return a name of the weights of *model*, a folder or a name, that changes when they do.
 
     *stated*: the revision that a user gave. An exact one is taken, of a folder with a sample of
-    its files; one that is not is resolved: to the commit in the path of a Hugging Face cache, to
-    a digest of all files of another folder, to the *commit* that a hub's model was downloaded at.
-    Files are those of ``weights_files``.
-    Raises ModelError for weights that none of this names.
+    its files; another is resolved: to the commit in the path of a Hugging Face cache, to a digest
+    of a folder's files, to the *commit* that a hub's model was downloaded at. Raises ModelError
+    for weights that none of this names.
     """
     files = weights_files(model)
     if is_exact(stated):
         return f"{stated}+sample={weights_sample(files).hex()}" if files else stated
-    in_path = _COMMIT.search(model)
-    if in_path:
+    if in_path := _COMMIT.search(model):
         found = in_path[1]
     elif files:
         found = f"weights={_whole(_marks(files)).hex()}"
-    elif commit:
-        found = commit
     else:
+        found = commit
+    if not found:
         fix = (
             f"give a commit or a digest of the weights: {model!r} is no folder of weights here, "
             "and a branch, a tag or nothing does not say which they are"
@@ -276,9 +266,11 @@ def weights_files(model: str) -> list[Path]:
     folder = Path(model)
     if not model or not folder.is_dir():
         return []
-    files = {file for pattern in WEIGHTS for file in folder.glob(pattern)}
-    beside = [folder / name for name in ("config.json", *TOKENIZERS)] if files else []
-    return sorted(files.union(file for file in beside if file.is_file()))
+    files = [file for pattern in WEIGHTS for file in folder.glob(pattern)]
+    if files:
+        beside = (folder / name for name in ("config.json", *TOKENIZERS))
+        files += filter(Path.is_file, beside)
+    return sorted(files)
 
 
 def weights_sample(files: Sequence[Path]) -> bytes:
@@ -318,8 +310,7 @@ def files_digest(files: Sequence[Path]) -> bytes:
 
 def adapter_files(folder: str) -> list[Path]:
     """Return the files of a LoRA adapter. Raises ModelError if there are none."""
-    path = Path(folder)
-    files = sorted({file for pattern in _ADAPTER_FILES for file in path.glob(pattern)})
+    files = sorted(file for pattern in _ADAPTER_FILES for file in Path(folder).glob(pattern))
     if not files:
         raise ModelError("lora_path", folder, "give a folder with the adapter's weights")
     return files

@@ -33,15 +33,14 @@ AboutOf: TypeAlias = Callable[[Span], About]
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a load brought.
-
-    ``stored_tokens`` were read; the engine skips ``hit_tokens`` of them, which leaves it the
-    prompt's last token at least. ``tier_tokens`` is ``hit_tokens`` by the tier they were on.
-    """
+    """What a load brought."""
 
     stored_tokens: int = 0
+    """What was read."""
     hit_tokens: int = 0
+    """What the engine skips of them: it computes the prompt's last token at least."""
     tier_tokens: Mapping[str, int] = field(default_factory=dict)
+    """``hit_tokens`` by the tier they were on."""
     shared_tokens: int = 0
     """How far other prompts went the same way, where a model's states decide what is a hit."""
     lossy_tokens: int = 0
@@ -53,8 +52,7 @@ class Prefix:
 
     @property
     def exact_tokens(self) -> int:
-        """The tokens before any that was read from a lossy copy: what may be stored is of these,
-        where there are others."""
+        """The tokens before any that was read from a lossy copy: only these may be stored."""
         return self.stored_tokens - self.lossy_tokens
 
     @classmethod

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from bench.lib import TRACES
 from bench.lib.report import Report
-from bench.lib.traces import read_blocks, read_segments
+from bench.lib.traces import read_blocks, read_segments, tokens_of
 from bench.policy import __main__ as policy
 from bench.policy.hybrid import BARS, hybrid_rows, learn_prior, state_requests
 from bench.policy.tiers import TierCounts, TierReplay, compare_writes
@@ -145,3 +145,20 @@ def test_what_is_written_is_counted_in_the_second_half_of_a_trace() -> None:
     report = Report("policy")
     compare_writes(report, policy.block_lines()[:600])
     assert 0 < report.values["two_tier_bytes_ratio"] <= 1
+
+
+def splitmix64(state: int) -> int:
+    """Steele, Lea and Flood's, in whole numbers."""
+    mask = (1 << 64) - 1
+    z = (state + 0x9E3779B97F4A7C15) & mask
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
+    return z ^ (z >> 31)
+
+
+def test_tokens_are_those_of_the_formula() -> None:
+    assert splitmix64(0) == 0xE220A8397B1DCDAF, "the published one"
+    joined = tokens_of([(1001, 3), (5, 0), (0xFFFF_FFFF, 2)])
+    places = [(1001, 0), (1001, 1), (1001, 2), (0xFFFF_FFFF, 0), (0xFFFF_FFFF, 1)]
+    assert joined.tolist() == [3 + splitmix64((s << 32) + j) % 31997 for s, j in places]
+    assert tokens_of([]).tolist() == []

@@ -19,7 +19,7 @@ from kvstore import __version__
 from kvstore.cli import bench
 from kvstore.cli import server as commands
 from kvstore.cli.app import EXIT_NOT_HELD, EXIT_STORE, EXIT_USAGE, call, connected, show
-from kvstore.cli.server import FAULTS, Look, watch_status
+from kvstore.cli.server import FAULTS, look_at, status_text, watch_status
 from kvstore.client import Client, ClientOptions
 from kvstore.client.server_state import ServerStatus, status_from_message
 from kvstore.codecs.base import NAMES_BY_ID
@@ -94,12 +94,13 @@ def look(boot_id: int, uptime_s: float, **counters: int) -> ServerStatus:
 def test_rates_are_those_between_two_looks() -> None:
     first = look(1, 100.0, lookups=10, lookup_chunks=100, lookup_ready_chunks=50)
     then = look(1, 104.0, lookups=18, lookup_chunks=140, lookup_ready_chunks=80)
-    rates = Look("here", then, first)
-    assert (rates.per_s("lookups"), rates.hit_ratio) == (2.0, 0.75)
-    assert Look("here", first).per_s("lookups") == 0.1
-    assert Look("here", look(2, 1.0, lookups=3), then).per_s("lookups") == 3.0, "it restarted"
-    idle = Look("here", then, then)
-    assert (idle.per_s("lookups"), idle.hit_ratio) == (0.0, None)
+    rates = look_at("here", then, first)
+    assert (rates["lookups_per_s"], rates["hit_ratio"], rates["counted_s"]) == (2.0, 0.75, 4.0)
+    assert look_at("here", first)["lookups_per_s"] == 0.1
+    again = look_at("here", look(2, 1.0, lookups=3), then)
+    assert (again["lookups_per_s"], again["counted_s"]) == (3.0, 1.0), "it restarted"
+    idle = look_at("here", then, then)
+    assert (idle["lookups_per_s"], idle["hit_ratio"]) == (0.0, None)
 
 
 def test_faults_curves_and_quotas_are_shown_where_there_are_any(
@@ -111,13 +112,13 @@ def test_faults_curves_and_quotas_are_shown_where_there_are_any(
     tier.partitions.add(name="tenant acme", used_bytes=1 << 20)
     counters = {"lookups": 1, "corrupt_chunks": 3}
     message = pb.StatusResponse(tiers=[tier], state="serving", counters=counters)
-    reply = status_from_message(message)
-    show({}, Look("here:1", reply).text(everything=True), as_json=False)
+    found = look_at("here:1", status_from_message(message))
+    show({}, status_text(found, everything=True), as_json=False)
     out = capsys.readouterr().out
     assert "faults: tier cpu is degraded, corrupt_chunks 3\n" in out
     for word in ("marconi", "62.5%", "hits at 2x", "tenant acme", "degraded: slow"):
         assert word in out
-    assert Look("here:1", reply).as_dict()["tiers"][0]["what_if"] == {"2": 0.625}
+    assert found["tiers"][0]["what_if"] == {"2": 0.625}
 
 
 def test_watching_ends_with_the_key_that_interrupts(

@@ -27,7 +27,6 @@ from kvstore.cli.simulate import (
     make_blocks,
     parse_capacity,
     read_trace,
-    tokens_of,
 )
 from kvstore.cli.trace import replay_trace
 from kvstore.proto import kvstore_pb2 as pb
@@ -134,26 +133,6 @@ def test_any_object_is_read_or_refused_with_a_reason(
     assert told.startswith("trace.jsonl:1 ") or not told
 
 
-# --- tokens
-
-
-def splitmix64(state: int) -> int:
-    """Steele, Lea and Flood's, in whole numbers."""
-    mask = (1 << 64) - 1
-    z = (state + 0x9E3779B97F4A7C15) & mask
-    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask
-    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & mask
-    return z ^ (z >> 31)
-
-
-def test_tokens_are_those_of_the_formula() -> None:
-    assert splitmix64(0) == 0xE220A8397B1DCDAF, "the published one"
-    joined = tokens_of([(1001, 3), (5, 0), (0xFFFF_FFFF, 2)])
-    places = [(1001, 0), (1001, 1), (1001, 2), (0xFFFF_FFFF, 0), (0xFFFF_FFFF, 1)]
-    assert joined.tolist() == [3 + splitmix64((s << 32) + j) % 31997 for s, j in places]
-    assert tokens_of([]).tolist() == []
-
-
 # --- blocks
 
 
@@ -164,10 +143,9 @@ def line(*ids: int, tokens: int | None = None, size: int = 512) -> BlockLine:
 def test_a_block_is_what_it_is_with_all_that_comes_before_it() -> None:
     trace = make_blocks([line(7, 3), line(7, 9), line(7, 3, 2)])
     assert [trace.chain(i).tolist() for i in range(3)] == [[1, 2], [1, 3], [1, 2, 4]]
-    assert trace.parents.tolist() == [0, 0, 1, 1, 2]
     assert (trace.requests, trace.blocks) == (3, 4)
     trace = make_blocks([line(1, 5), line(2, 5), line(5)])
-    assert trace.parents.tolist() == [0, 0, 1, 0, 3, 0]
+    assert [trace.chain(i).tolist() for i in range(3)] == [[1, 2], [3, 4], [5]]
     trace = make_blocks([line(1, 2, tokens=700)])
     assert (trace.tokens.tolist(), trace.known.tolist()) == ([0, 512, 188], [2])
 
@@ -183,6 +161,14 @@ def test_prompts_that_share_segments_share_their_full_blocks() -> None:
     trace = make_blocks([first, second, turn([(1, 8), (9, 8)], (3, 0))], 8)
     assert [trace.chain(i).tolist() for i in range(3)] == [[1, 2], [1, 2, 3], [1, 4]]
     assert trace.tokens.tolist() == [0, 8, 8, 3, 8]
+
+
+def test_blocks_are_the_same_where_their_tokens_and_all_before_are() -> None:
+    """A stream's tokens are the same wherever it is named, and however its segment is cut."""
+    lines = [turn([(1, 6), (2, 10)], (0, 0)), turn([(1, 6), (0, 0), (2, 4), (3, 6)], (0, 0))]
+    lines += [turn([(1, 8)], (0, 0)), turn([(2, 8)], (0, 0)), turn([(1, 6), (2, 2)], (4, 0))]
+    trace = make_blocks(lines, 8)
+    assert [trace.chain(i).tolist() for i in range(5)] == [[1, 2], [1, 3], [4], [5], [1]]
 
 
 def test_a_lookup_knows_the_blocks_of_the_prompt_and_not_the_one_in_which_it_ends() -> None:

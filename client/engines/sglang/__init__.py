@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from kvstore.client.engines.sglang.backend import KVStoreStorage as KVStoreStorage
+from typing import Any
 
 
 def __getattr__(name: str) -> Any:
     if name != "KVStoreStorage":
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    from kvstore.client.engines.sglang import backend
+    from kvstore.client.engines.sglang.backend import KVStoreStorage
 
-    return backend.KVStoreStorage
+    return KVStoreStorage

@@ -59,14 +59,11 @@ def of_engine(getter: str, field: str = "") -> Any:
 
 
 def agreed_bytes() -> bytes:
-    """Return random bytes that all ranks have which flush together: the first to call draws them.
-
-    Ranks that cannot agree share nothing, which is safe.
-    """
+    """Return random bytes, the same to all ranks that flush together: the first one draws them."""
     number, drawn = next(_flushes), os.urandom(EPOCH_BYTES).hex()
     group = of_engine("get_parallel", "attn_dp_rank")
     if group is None:
-        return drawn.encode()
+        return drawn.encode()  # of this rank alone, which is safe
     try:
         store = torch.distributed.distributed_c10d._get_default_store()
         return bytes(store.compare_set(f"kvstore-weights-{group}-{number}", "", drawn))
@@ -84,9 +81,9 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
         config = storage_config
-        arguments = of_engine("get_server_args")
-        is_hip = torch.version.hip is not None
-        engine = UNKNOWN if arguments is None else ServerArgsDigest.of(arguments, is_hip=is_hip)
+        engine, arguments = UNKNOWN, of_engine("get_server_args")
+        if arguments is not None:
+            engine = ServerArgsDigest.of(arguments, is_hip=torch.version.hip is not None)
         extra = config.extra_config or {}
         self._settings = PageSettings.parse(extra, config.model_name or "", engine)
         self._rank = RankInfo(
@@ -99,8 +96,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
             resets_on_flush=self._settings.reset_on_flush,
         )
         self._is_writer = bool(config.is_storage_writer)
-        self.pages: PageStore
-        """Those of the pool that SGLang registers first."""
+        self.pages: PageStore  # those of the pool that SGLang registers first
         self._aux: dict[str, AuxPoolStore] = {}
         if config.dcp_size > 1:
             raise ModelError("dcp_size", config.dcp_size, "use 1: pages would be shards")
@@ -157,7 +153,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         pages: Sequence[torch.Tensor] = target_locations or [
             self.mem_pool_host.get_dummy_flat_data_page() for _ in keys
         ]
-        read = self._load(keys, [self.pages.flat(page) for page in pages])
+        read = self._load(keys, [self.pages.page(0, page) for page in pages])
         return [page if at < read else None for at, page in enumerate(pages)]
 
     @override
@@ -174,10 +170,8 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         target_locations: Any = None,
         target_sizes: Any = None,
     ) -> bool:
-        pages = values or target_locations
-        return all(
-            self._save(keys, lambda: [self.pages.flat(page.contiguous()) for page in pages], ())
-        )
+        pages = [one.contiguous() for one in values or target_locations]
+        return all(self._save(keys, lambda: [self.pages.page(0, page) for page in pages], ()))
 
     def _load(self, keys: list[str], places: Sequence[LayerTensors]) -> int:
         names = self._epoch.named(keys)
@@ -217,7 +211,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
                 continue  # such a pool gates nothing, and of one that is not named nothing is read
             is_trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
             trailing = max(1, len(transfer.keys or ())) if is_trailing else 0
-            aux = self._aux.get(PoolName(transfer.name).value)
+            aux = self._aux.get(transfer.name)
             found = prefix_ends(aux.present(names[:pages]), trailing) if aux and pages else []
             hits.update({transfer.name: found[-1]} if found else {})
             usable &= set(found)
@@ -237,13 +231,12 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
 
     def _transfer(self, transfer: PoolTransfer, *, is_get: bool) -> list[bool]:
         keys, indices = transfer.keys or [], transfer.host_indices
-        aux = self._aux.get(PoolName(transfer.name).value)
-        size = getattr(self.registered_pools.get(transfer.name), "page_size", 1) if aux else 1
-        if aux is None or indices is None or len(indices) != len(keys) * size:
+        aux = self._aux.get(transfer.name)
+        if aux is None or indices is None or len(indices) != len(keys) * aux.page_size:
             return [False] * len(keys)
         if not is_get and not (self._is_writer or aux.is_own):
             return [True] * len(keys)
-        slots, names = indices[::size].tolist(), self._epoch.named(keys)
+        slots, names = indices[:: aux.page_size].tolist(), self._epoch.named(keys)
         if not names:
             return [False] * len(keys)
         return aux.load(names, slots) if is_get else aux.store(names, slots)

@@ -1,11 +1,8 @@
 """Pages of SGLang's host pools as chunks of the store. Knows the pools' layouts, not SGLang.
 
-A page is a chunk: its tensors are views of the pool's memory, so that nothing is copied but
-between the pool and the store, and instances whose pools are laid out otherwise share chunks.
-Pools beside that of KV (recurrent states, windows, indices) are stored as bytes, page by page.
-
-SGLang's page hashes cover tokens, cache salts and the ids of adapters; what else KV depends on is
-in the model identity that pages are stored under.
+A page is a chunk: its tensors are views of the pool's memory, whatever its layout. Pools beside
+that of KV (recurrent states, windows, indices) are stored as bytes, page by page. SGLang's hashes
+cover tokens, cache salts and the ids of adapters; what else KV depends on is in the Model.
 """
 
 from __future__ import annotations
@@ -16,30 +13,16 @@ from dataclasses import dataclass, fields, replace
 from functools import partial
 from itertools import accumulate
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeAlias
+from typing import Any, TypeAlias
 
+import torch
 from blake3 import blake3
 
 from kvstore.client.chunk import Chunk, LayerTensors, Shard, dtype_of
 from kvstore.client.client import Client
+from kvstore.client.engines import identity as shared
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.identity import (
-    BYTE_ROWS,
-    NO_ROPE,
-    Departures,
-    EngineSettings,
-    Weights,
-    adapter_files,
-    byte_group,
-    byte_tensors,
-    files_digest,
-    identity_of,
-    in_words,
-    is_exact,
-    own_rope,
-    stated,
-    weights_of,
-)
+from kvstore.client.engines.identity import BYTE_ROWS, Departures, EngineSettings, Weights, stated
 from kvstore.client.engines.prefix import least_of
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import (
@@ -54,9 +37,6 @@ from kvstore.proto.types import (
     Model,
     PutOutcome,
 )
-
-if TYPE_CHECKING:
-    import torch
 
 LAYOUTS = {
     "layer_first": "plthd",
@@ -97,44 +77,36 @@ HostPool: TypeAlias = Any
 
 @dataclass(frozen=True, slots=True)
 class ServerArgsDigest:
-    """What an engine was started with, as far as its KV depends on it.
-
-    ``settings``: those that somebody gave; None of an engine whose arguments are not known.
-    ``adapters``: folders of LoRA adapters, of whose ids SGLang makes those of names and paths.
-    ``model_path``: where the weights come from, which may be served under another name;
-    ``commit``: which of a hub's, if it was given.
-    """
+    """What an engine was started with, as far as its KV depends on it."""
 
     settings: dict[str, str] | None = None
+    """Those that somebody gave; None of an engine whose arguments are not known."""
     kv_cache_dtype: str = ""
     adapters: tuple[str, ...] = ()
+    """Folders of LoRA adapters: SGLang makes their ids of names and paths alone."""
     model_path: str = ""
     commit: str = ""
+    """Of a hub's model, if it was given."""
 
     @classmethod
     def of(cls, arguments: Any, *, is_hip: bool = False) -> ServerArgsDigest:
-        """Read *arguments*, a ServerArgs, by its fields. *is_hip*: AMD's fp8 has another zero.
-
-        Raises ModelError for weights that have no name.
-        """
+        """Read *arguments*, a ServerArgs, by its fields. *is_hip*: AMD's fp8 has another zero."""
         if getattr(arguments, "load_format", None) == "dummy":
             raise ModelError("load_format", "dummy", "random weights have no name")
         settings = stated({name: getattr(arguments, name, None) for name in SERVER_ARGS})
         if is_hip:
             settings["hip"] = "True"
+        is_commit = shared.is_exact(settings.get("revision", ""))
         return cls(
-            commit=settings.pop("revision") if is_exact(settings.get("revision", "")) else "",
+            commit=settings.pop("revision") if is_commit else "",
             settings=settings,
-            kv_cache_dtype=in_words(getattr(arguments, "kv_cache_dtype", None)),
+            kv_cache_dtype=shared.in_words(getattr(arguments, "kv_cache_dtype", None)),
             adapters=tuple(sorted(set(_adapter_paths(getattr(arguments, "lora_paths", None))))),
             model_path=str(getattr(arguments, "model_path", None) or ""),
         )
 
     def adapter_digest(self, given: str) -> str:
-        """Return a name of the adapters: *given* by the user, or a digest of their files.
-
-        Raises ModelError where files may change under a path that nobody can look at.
-        """
+        """Return a name of the adapters: *given* by the user, or a digest of their files."""
         if given != NO_ADAPTER or not self.adapters:
             return given
         digest = blake3()
@@ -142,7 +114,7 @@ class ServerArgsDigest:
             if not Path(path).is_dir():
                 fix = "its files are not in a folder here: give adapter_digest in the extra config"
                 raise ModelError("lora_paths", path, fix)
-            digest.update(files_digest(adapter_files(path)))
+            digest.update(shared.files_digest(shared.adapter_files(path)))
         return digest.hexdigest()
 
 
@@ -182,8 +154,7 @@ class RankInfo:
     def all_heads(self, heads: int, model_heads: int) -> int:
         """Return the heads of the model, of which this rank has *heads*; *model_heads* if known.
 
-        Where it is not, 0, ranks are taken to have heads of their own. Raises ModelError
-        when ranks of such a model do not have so many.
+        Where it is not, 0, ranks have heads of their own. Raises ModelError for other numbers.
         """
         total = model_heads or heads * self.tp_size
         is_even = not (total % self.tp_size and self.tp_size % total)
@@ -191,16 +162,6 @@ class RankInfo:
             fix = f"{self.tp_size} ranks have {heads} of them each"
             raise ModelError("kv_heads", total, fix)
         return total
-
-    def shard(self, heads: int, model_heads: int) -> Shard | None:
-        """Return which of the model's heads this rank has; None: all, as every rank of a latent.
-
-        Of a model with fewer heads than ranks several have each, if *model_heads* says so.
-        """
-        if self.is_mla or self.tp_size == 1:
-            return None
-        first = self.tp_rank * self.all_heads(heads, model_heads) // self.tp_size
-        return Shard(kv_heads=((first, first + heads),))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -211,7 +172,6 @@ class PageSettings(EngineSettings):
     kv_heads: int = 0
     """Of the model, where more ranks than that share them; 0: each rank has its own."""
     reset_on_flush: bool = True
-    """Whether what was stored before SGLang flushed its cache is never loaded again."""
     weights: Weights
     engine: ServerArgsDigest = UNKNOWN
 
@@ -219,8 +179,7 @@ class PageSettings(EngineSettings):
     def parse(
         cls, extra: Mapping[str, Any], model_name: str, engine: ServerArgsDigest = UNKNOWN
     ) -> PageSettings:
-        """Read *extra*. A ``model_revision`` that is no commit and no digest is resolved, where the
-        weights of *engine* or of the folder *model_name* can be looked at.
+        """Read *extra*. Weights are those of *engine*'s ``model_path``, or else of *model_name*.
 
         Raises InvalidRequestError for other settings, ModelError for weights without a name.
         """
@@ -230,9 +189,8 @@ class PageSettings(EngineSettings):
                 raise InvalidRequestError(name, extra[name], f"use {sorted(known)}")
         given = {name: extra[name] for name in known & extra.keys()}
         given["model_revision"] = str(given.get("model_revision") or "")
-        weights = weights_of(
-            engine.model_path or model_name, given["model_revision"], engine.commit
-        )
+        path = engine.model_path or model_name
+        weights = shared.weights_of(path, given["model_revision"], engine.commit)
         found = cls(**given, weights=weights, engine=engine)
         if found.kv_heads < 0:
             raise InvalidRequestError("kv_heads", found.kv_heads, "give the model's number of them")
@@ -244,10 +202,6 @@ class PageSettings(EngineSettings):
             raise InvalidRequestError("accuracy", found.accuracy, fix)
         return replace(found, adapter_digest=engine.adapter_digest(found.adapter_digest))
 
-    def connect(self, identity: Model, page_tokens: int) -> Client:
-        """Return a client of pages of so many tokens."""
-        return Client(self.address, identity, self.options(page_tokens))
-
     def identity(self, group: LayerGroup, part: str, quantization: str = "none") -> Model:
         """Return the identity of pages of *group*; *part*: which of the model's."""
         settings = self.engine.settings
@@ -256,10 +210,10 @@ class PageSettings(EngineSettings):
             del departs["dtype"]  # the layers say so, too
         # SGLang does not tell a backend what it read the settings as.
         config = None if departs else self.weights.config
-        return identity_of(
+        return shared.identity_of(
             replace(self.weights, model_id=f"{self.weights.model_id}{part}"),
             (group,),
-            NO_ROPE if config is None else own_rope(self.weights),
+            shared.own_rope(config),
             config,
             Departures("sglang", departs, self.adapter_digest, quantization),
         )
@@ -286,13 +240,12 @@ def kv_model(pool: HostPool, rank: RankInfo, settings: PageSettings) -> Model:
             fix = "nobody says of what type its bytes are: this engine's arguments are not known"
             raise ModelError("dtype", dtype.name, fix)
         quantization = f"bytes-of:{settings.engine.kv_cache_dtype}"
-    group = LayerGroup(
-        LayerKind.mla if rank.is_mla else LayerKind.attention,
-        dtype,
-        tuple(range(pool.start_layer, pool.start_layer + pool.layer_num)),
-        1 if rank.is_mla else rank.all_heads(_heads(pool), settings.kv_heads),
-        int(pool.kv_buffer.shape[-1]),
-    )
+    kind, heads = LayerKind.mla, 1
+    if not rank.is_mla:
+        own = int(pool.kv_buffer.shape[LAYOUTS[pool.layout].index("h")])
+        kind, heads = LayerKind.attention, rank.all_heads(own, settings.kv_heads)
+    layers = tuple(range(pool.start_layer, pool.start_layer + pool.layer_num))
+    group = LayerGroup(kind, dtype, layers, heads, int(pool.kv_buffer.shape[-1]))
     return settings.identity(group, f"#{rank.extent}" if rank.extent else "", quantization)
 
 
@@ -305,7 +258,8 @@ def aux_model(pool: HostPool, name: str, rank: RankInfo, settings: PageSettings)
     if rank.tp_size > 1 and (not rank.is_mla or name == STATES):
         parts.append(f"tp{rank.tp_rank}of{rank.tp_size}")
     parts += [rank.extent] if rank.extent else []
-    return settings.identity(byte_group(page.nbytes, "host pool", name), f"#{':'.join(parts)}")
+    group = shared.byte_group(page.nbytes, "host pool", name)
+    return settings.identity(group, f"#{':'.join(parts)}")
 
 
 def _flat_page(pool: HostPool, name: str) -> torch.Tensor:
@@ -320,7 +274,10 @@ def _flat_page(pool: HostPool, name: str) -> torch.Tensor:
 class WeightsEpoch:
     """Which weights an engine's pages are of, where they change while it runs.
 
-    Any thread may call for names; SGLang flushes from one, with those that store stopped.
+    *version*: what SGLang calls the weights by now. *agree* returns bytes that were never returned
+    before, and are the same on each rank. *resets_on_flush*: a flush alone, too, may come with
+    other weights, which SGLang does not report. Any thread may call for names; SGLang flushes from
+    one, with those that store stopped.
     """
 
     def __init__(
@@ -330,10 +287,6 @@ class WeightsEpoch:
         *,
         resets_on_flush: bool = True,
     ) -> None:
-        """*version*: what SGLang calls the weights by now. *agree* returns bytes that were never
-        returned before, and are the same on each rank. *resets_on_flush*: a flush alone, too, may
-        come with other weights, which SGLang does not report.
-        """
         self._version = version
         self._agree = agree
         self._resets_on_flush = resets_on_flush
@@ -341,15 +294,11 @@ class WeightsEpoch:
         self._epoch = b""
 
     def named(self, hashes: Sequence[str]) -> list[str]:
-        """Return what the store calls pages; nothing while some of the pool's are of other weights
-        than those that run.
-        """
+        """Return what the store calls pages; nothing while the pool has some of older weights."""
         if self._version() != self._known:
             return []
         epoch = self._epoch
-        if not epoch:
-            return list(hashes)
-        return [blake3(epoch + one.encode()).hexdigest() for one in hashes]
+        return [blake3(epoch + one.encode()).hexdigest() if epoch else one for one in hashes]
 
     def flushed(self) -> None:
         """Note that the engine has no page left: what was stored before is not loaded again.
@@ -357,7 +306,7 @@ class WeightsEpoch:
         A version that is a commit or a digest is a name that engines share.
         """
         agreed, version = self._agree(), self._version()
-        if version != self._known and is_exact(version):
+        if version != self._known and shared.is_exact(version):
             self._epoch = b"version:" + version.encode()
         elif version != self._known or self._resets_on_flush:
             self._epoch = agreed
@@ -365,11 +314,6 @@ class WeightsEpoch:
 
 
 # --- where they lie
-
-
-def _heads(pool: HostPool) -> int:
-    """Return the heads of this rank, of a pool that is not of latents."""
-    return int(pool.kv_buffer.shape[LAYOUTS[pool.layout].index("h")])
 
 
 def page_views(
@@ -416,19 +360,18 @@ class PageStore(Connector):
         """Raises ModelError for pools that are not understood."""
         self._pool = pool
         self._is_mla = rank.is_mla
-        client = settings.connect(kv_model(pool, rank, settings), pool.page_size)
-        heads = 0 if rank.is_mla else _heads(pool)
-        super().__init__(client, shard=rank.shard(heads, settings.kv_heads))
+        model, shard = kv_model(pool, rank, settings), None
+        if not rank.is_mla and rank.tp_size > 1:
+            shard = Shard.of_rank(model, rank.tp_rank, rank.tp_size)
+        client = Client(settings.address, model, settings.options(pool.page_size))
+        super().__init__(client, shard=shard)
 
     def count(self, hashes: Sequence[str]) -> int:
         """Return how many of the first of *hashes* are stored."""
         return self.ask(lambda: self.client.lookup(keys=self.keys_of(digests_of(hashes))).ready, 0)
 
     def load(self, hashes: Sequence[str], places: Sequence[LayerTensors]) -> int:
-        """Read the longest stored prefix of *hashes* into *places*; return how many pages.
-
-        What lies in the places behind it is not to be used.
-        """
+        """Read the longest stored prefix of *hashes* into *places*; return how many pages."""
 
         def get() -> int:
             keys = self.keys_of(digests_of(hashes))
@@ -462,13 +405,9 @@ class PageStore(Connector):
 
         return _taken(self.write_each(chunks), len(hashes))
 
-    def page(self, number: int) -> LayerTensors:
-        """Return views of page *number* of the pool."""
-        return page_views(self._pool, self._is_mla, number)
-
-    def flat(self, page: torch.Tensor) -> LayerTensors:
-        """Return views of a flat page tensor."""
-        return page_views(self._pool, self._is_mla, 0, page)
+    def page(self, number: int, flat: torch.Tensor | None = None) -> LayerTensors:
+        """Return views of page *number* of the pool, or of the one page that *flat* is."""
+        return page_views(self._pool, self._is_mla, number, flat)
 
 
 class AuxPoolStore(Connector):
@@ -481,7 +420,9 @@ class AuxPoolStore(Connector):
         """Raises ModelError for pools that are not understood."""
         self._pool = pool
         self.is_own = not rank.is_mla or name == STATES
-        super().__init__(settings.connect(aux_model(pool, name, rank, settings), BYTE_ROWS))
+        self.page_size: int = pool.page_size
+        model = aux_model(pool, name, rank, settings)
+        super().__init__(Client(settings.address, model, settings.options(BYTE_ROWS)))
 
     def present(self, hashes: Sequence[str]) -> list[bool]:
         """Return which of *hashes* are stored, whatever is before them."""
@@ -508,20 +449,19 @@ class AuxPoolStore(Connector):
         taken: list[bool] = []
         for start in range(0, len(hashes), BATCH):
             some = hashes[start : start + BATCH]
-            outcomes = self.write_each(partial(self._pages, some, slots[start : start + BATCH]))
+            outcomes = self.write_each(partial(self._chunks_of, some, slots[start:]))
             taken += _taken(outcomes, len(some))
         return taken
 
-    def _pages(self, hashes: Sequence[str], slots: Sequence[int]) -> list[Chunk]:
-        keys = self.keys_of(digests_of(hashes))
-        pages = [self._pool.get_data_page(slot).contiguous() for slot in slots]
-        return [Chunk(key, _rows(page)) for key, page in zip(keys, pages, strict=True)]
+    def _chunks_of(self, hashes: Sequence[str], slots: Sequence[int]) -> list[Chunk]:
+        return [
+            Chunk(key, _rows(self._pool.get_data_page(slot).contiguous()))
+            for key, slot in zip(self.keys_of(digests_of(hashes)), slots, strict=False)
+        ]
 
 
 def _rows(page: torch.Tensor) -> LayerTensors:
-    import torch
-
-    return byte_tensors(page.view(torch.uint8))
+    return shared.byte_tensors(page.view(torch.uint8))
 
 
 def prefix_ends(present: Sequence[bool], trailing: int) -> list[int]:

@@ -32,7 +32,7 @@ from kvstore.proto.errors import ModelError
 from kvstore.proto.hf_config import rope_parameters
 
 BLOCK_ROWS = 128
-"""Rows whose mask is made at once: it has a byte for each of them and each key."""
+"""Rows whose mask is made at once: a byte for each of them and each key."""
 _TABLE_TOLERANCE = 1e-5
 
 
@@ -64,8 +64,7 @@ class TransformersAdapter:
         self.rope: Sequence[RopeSpec | None] = (
             _rotation(self._model, self._origin, self.head_dim),
         ) * self.n_layers
-        nothing = torch.empty(0, device=self.device)
-        self._turned = (nothing, nothing, nothing)
+        self._turned = (torch.empty(0),) * 3
         self.window: Sequence[int | None] = tuple(
             _window(config, layer.self_attn) for layer in self._layers
         )
@@ -96,13 +95,10 @@ class TransformersAdapter:
 
     def _turns(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
         """Return the tables of *positions*; layers one after the other ask for the same ones."""
-        known, cosine, sine = self._turned
-        if known is not positions:
-            cosine, sine = (
-                t[0] for t in self._model.model.rotary_emb(hidden[None], positions[None])
-            )
-            self._turned = (positions, cosine, sine)
-        return cosine, sine
+        if self._turned[0] is not positions:
+            cosine, sine = self._model.model.rotary_emb(hidden[None], positions[None])
+            self._turned = (positions, cosine[0], sine[0])
+        return self._turned[1:]
 
     def attend(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
         """Return what the rows at *positions* read, (rows, heads * head_dim).
@@ -166,10 +162,7 @@ class BlendedCache(DynamicCache):
 
     @classmethod
     def of(cls, model: PreTrainedModel, result: BlendResult) -> BlendedCache:
-        """Return the KV of *result* as a cache of *model*, but for its last token.
-
-        Like this ``generate`` takes the whole prompt and computes the last token itself.
-        """
+        """Return the KV of *result*, but for its last token, which ``generate`` then computes."""
         cache = cls(config=model.config)
         for layer, (keys, values) in enumerate(result.kv):
             cache.update(keys[None, :, :-1], values[None, :, :-1], layer)

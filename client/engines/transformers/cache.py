@@ -1,15 +1,13 @@
 """What a transformers cache keeps of a prompt, layer by layer: every token, a window, or a state.
 
-A list of classes would be old with every release, so it is found by looking into a cache after a
-short forward. A window or a state is that of the last token, so it can be stored only while the
-model stands there. As Marconi has it (Pan et al., MLSys 2025, section 4.2), two places of a prompt
-are worth a pause: where it leaves what others asked, which the server knows, and where it ends.
+It is found by looking into a cache after a short forward. A window or a state is that of the last
+token, so it can be stored only while the model stands there.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import groupby
 from typing import Any, ClassVar, NamedTuple, TypeAlias
@@ -32,7 +30,7 @@ from kvstore.client.chunk import LayerTensors
 from kvstore.client.engines.prefix import About, Span
 from kvstore.codecs.base import Importance
 from kvstore.proto.errors import InvalidRequestError, ModelError
-from kvstore.proto.types import END_KINDS, DType, KVLayout, LayerGroup, LayerKind, Model
+from kvstore.proto.types import DType, KVLayout, LayerGroup, LayerKind, Model
 
 PROBE_TOKENS = 24
 
@@ -51,8 +49,6 @@ Parts: TypeAlias = Sequence[Tensor]
 """One layer's tensors: K and V of (kv_heads, tokens, head_dim), or both side by side."""
 Nested: TypeAlias = list[list[list[Tensor]]]
 """A chunk's tensors: components, then layers, then parts."""
-_Group: TypeAlias = tuple[LayerKind, DType, int, int, int]
-"""What layers of one group have in common: kind, dtype, heads, width and window."""
 
 
 def flat(tensors: LayerTensors | Nested) -> Iterator[Any]:
@@ -64,7 +60,7 @@ def flat(tensors: LayerTensors | Nested) -> Iterator[Any]:
 
 
 class StatePiece(NamedTuple):
-    """One tensor of a layer's state: which, and the shape and type it has for one prompt."""
+    """One tensor of a layer's state, with the shape and type that it has for one prompt."""
 
     states: str
     number: int
@@ -91,9 +87,9 @@ class StateShape:
         return sum(piece.size_bytes for piece in self.pieces)
 
     @property
-    def group(self) -> _Group:
-        """What it has in common with layers of its group."""
-        return self.kind, DType.uint8, 1, self.size_bytes, 0
+    def group(self) -> LayerGroup:
+        """The group of this layer alone, as number 0."""
+        return LayerGroup(self.kind, DType.uint8, (0,), 1, self.size_bytes)
 
     def packed(self, cache: Cache) -> Tensor:
         """Return a copy of what *cache* keeps of its only prompt, uint8 (bytes,)."""
@@ -121,8 +117,7 @@ class StateShape:
 class TokenShape:
     """The keys and values of one layer of the cache, (kv_heads, tokens, dims[i]).
 
-    ``window`` is 0 where every token is kept. What has keys and values of different widths, as
-    the latent and the rotated part of MLA do, is one part of both, side by side.
+    Those of different widths, as MLA's latent and rotated part, are one part, side by side.
     """
 
     layer: int
@@ -130,6 +125,7 @@ class TokenShape:
     dims: tuple[int, int]
     dtype: torch.dtype
     window: int = 0
+    """0 where every token is kept."""
 
     @property
     def kind(self) -> LayerKind:
@@ -144,22 +140,14 @@ class TokenShape:
         return (sum(self.dims),) if self.kind is LayerKind.mla else self.dims
 
     @property
-    def group(self) -> _Group:
-        """What it has in common with layers of its group."""
+    def group(self) -> LayerGroup:
+        """The group of this layer alone, as number 0."""
         dtype = DType.parse(str(self.dtype))
-        return self.kind, dtype, self.kv_heads, self.widths[0], self.window
+        return LayerGroup(self.kind, dtype, (0,), self.kv_heads, self.widths[0], self.window)
 
     def start(self, span: Span) -> int:
         """Return the first token of the chunk at *span* that is kept: of a window w, w - 1."""
         return max(span[0], span[1] - (self.window - 1)) if self.window else span[0]
-
-    def held(self, tokens: int) -> int:
-        """Return how many of so many tokens are kept."""
-        return min(tokens, self.window - 1) if self.window else tokens
-
-    def empty(self, rows: tuple[int, ...], dim: int, device: torch.device) -> Tensor:
-        """Return memory for *rows*, as many tokens last, of *dim* elements."""
-        return torch.empty((*rows, dim), dtype=self.dtype, device=device)
 
     def put(self, cache: Cache, parts: Parts, tokens: int) -> None:
         """Have *cache* keep K and V, (prompts, kv_heads, held tokens, dim), of so many *tokens*."""
@@ -186,10 +174,7 @@ class CacheShape:
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> CacheShape:
-        """Return what a short forward of *model* leaves in its cache.
-
-        Raises ModelError that names what cannot be stored, and why.
-        """
+        """Return what a short forward of *model* leaves in its cache. Raises ModelError."""
         cache = DynamicCache(config=model.config)
         try:
             forward(model, probe_ids(model), cache)
@@ -225,12 +210,12 @@ class CacheShape:
     @property
     def has_ends(self) -> bool:
         """Whether some layers keep windows or states: a prefix cannot be cut everywhere then."""
-        return any(group.kind in END_KINDS for group in self.groups)
+        return bool(self.windows or self.states)
 
     @property
     def keeps_all(self) -> bool:
         """Whether some layers keep every token."""
-        return any(group.kind not in END_KINDS for group in self.groups)
+        return len(self.windows) < len(self.tokens)
 
     @cached_property
     def _numbered(self) -> dict[int, LayerShape]:
@@ -244,19 +229,13 @@ class CacheShape:
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
         """The layers by what they keep."""
-        found: dict[_Group, list[int]] = {}
+        found: dict[LayerGroup, list[int]] = {}
         for number, shape in self._numbered.items():
             found.setdefault(shape.group, []).append(number)
-        return tuple(
-            LayerGroup(kind, dtype, tuple(sorted(ids)), heads, dim, window)
-            for (kind, dtype, heads, dim, window), ids in found.items()
-        )
+        return tuple(replace(one, layer_ids=tuple(sorted(ids))) for one, ids in found.items())
 
     def chunk(self, layout: KVLayout, parts_of: Callable[[LayerShape], list[Tensor]]) -> Nested:
-        """Return the tensors of a chunk of *layout*, of which *parts_of* returns a layer's.
-
-        Layers of a kind that has not all of them are left out.
-        """
+        """Return a chunk's tensors: *parts_of* each layer, none of a kind that has not all."""
         found = [
             [parts_of(self._numbered[number]) for number in group.layer_ids]
             for group in self.groups
@@ -298,36 +277,28 @@ def _state_shape(index: int, layer: Any) -> StateShape:
 
 @dataclass(frozen=True)
 class Held:
-    """What some layers keep of a prompt's tokens up to ``end``.
-
-    ``tokens``: K and V of the last ones before it, (kv_heads, tokens, dim), or both side by side.
-    ``states`` are those behind the last one, uint8 (bytes,).
-    """
+    """What some layers keep of a prompt's tokens up to ``end``."""
 
     end: int
     tokens: Mapping[TokenShape, Parts]
+    """Of the last ones before it."""
     states: Mapping[StateShape, Tensor]
+    """Those behind the last one, uint8 (bytes,)."""
 
     @classmethod
     def of_row(cls, cache: Cache, shape: CacheShape, row: int = 0, first: int = 0) -> Held:
         """Return views of what is kept of all tokens of prompt *row*, from place *first* on."""
-        end, layers = length(cache, shape), list[Any](cache.layers)
-        kept = {
-            s: [
-                part[row, :, first:end].detach()
-                for part in (layers[s.layer].keys, layers[s.layer].values)
-            ]
-            for s in shape.tokens
-            if not s.window
-        }
+        end, kept = length(cache, shape), dict[TokenShape, Parts]()
+        for s in shape.tokens:
+            layer: Any = cache.layers[s.layer]
+            if not s.window:
+                parts = (layer.keys, layer.values)
+                kept[s] = [part[row, :, first:end].detach() for part in parts]
         return cls(end - first, kept, {})
 
     @classmethod
     def of_end(cls, cache: Cache, shape: CacheShape, tokens: int = 0) -> Held:
-        """Return a copy, on the CPU, of the windows and states of the only prompt of *cache*.
-
-        Of windows the last *tokens*, if any are named.
-        """
+        """Return a copy on the CPU of the states and windows, or of their last *tokens*."""
         views = []
         for s in shape.windows:
             last = slice(-min(s.window - 1, tokens or s.window), None)
@@ -349,29 +320,24 @@ class Held:
             seen = (span for span in spans if not s.window or span[1] > end - (s.window - 1))
             rows = (s.kv_heads, end - s.start(next(seen)))
             # Tensors of their own, so that each is freed once its layer has grown past it.
-            tokens[s] = [s.empty(rows, width, device) for width in s.widths]
+            tokens[s] = [
+                torch.empty((*rows, width), dtype=s.dtype, device=device) for width in s.widths
+            ]
         states = {
             s: torch.empty(s.size_bytes, dtype=torch.uint8, device=device) for s in shape.states
         }
         return cls(end, tokens, states)
 
-    def has(self, shape: LayerShape, span: Span) -> bool:
-        """Return whether all is here that the layer keeps of the chunk at *span*."""
-        if span[1] > self.end or isinstance(shape, StateShape):
-            return span[1] == self.end and shape in self.states
-        return shape in self.tokens and shape.start(span) >= self._first(shape)
-
-    def _first(self, shape: TokenShape) -> int:
-        return self.end - int(self.tokens[shape][0].shape[-2])
-
     def cut(self, shape: LayerShape, span: Span) -> list[Tensor]:
         """Return views of what the layer keeps of the chunk at *span*, if all of it is here."""
-        if not self.has(shape, span):
-            return []
         if isinstance(shape, StateShape):
-            return [self.states[shape].view(1, 1, -1)]
-        start, first = shape.start(span), self._first(shape)
-        parts = [part.narrow(-2, start - first, span[1] - start) for part in self.tokens[shape]]
+            is_here = span[1] == self.end and shape in self.states
+            return [self.states[shape].view(1, 1, -1)] if is_here else []
+        held, start = self.tokens.get(shape, ()), shape.start(span)
+        first = self.end - held[0].shape[-2] if held else self.end
+        if not first <= start < span[1] <= self.end:
+            return []
+        parts = [part.narrow(-2, start - first, span[1] - start) for part in held]
         return parts if len(parts) == len(shape.widths) else [torch.cat(parts, -1)]
 
     def chunk(self, shape: CacheShape, layout: KVLayout, span: Span) -> Nested:
@@ -381,7 +347,7 @@ class Held:
     def fill(self, cache: Cache, shape: CacheShape, tokens: int) -> None:
         """Have *cache* hold the first *tokens* of these behind those that it has.
 
-        With windows or states all of them. An empty DynamicCache takes them without a copy.
+        An empty DynamicCache takes them without a copy.
         """
         first = length(cache, shape)
         for s, held in self.tokens.items():
@@ -411,19 +377,20 @@ def _from_device(parts: Sequence[Tensor]) -> Iterator[Tensor]:
 
 @dataclass(frozen=True)
 class CacheReader:
-    """The chunks of one prompt: of what is kept of all its tokens, and of what was kept at
-    ``ends`` while it grew. ``importance`` is of its first tokens.
-    """
+    """The chunks of one prompt, to be stored."""
 
     model: Model
     shape: CacheShape
     whole: Held
+    """What is kept of all tokens."""
     ends: Sequence[Held] = ()
+    """What was kept at some places while it grew."""
     importance: Importance | None = None
+    """Of the first tokens."""
 
     def _end(self, shapes: Sequence[LayerShape], span: Span) -> Held | None:
         """Return what has all of *shapes* of the chunk at *span*."""
-        return next((one for one in self.ends if all(one.has(s, span) for s in shapes)), None)
+        return next((one for one in self.ends if all(one.cut(s, span) for s in shapes)), None)
 
     def about(self, span: Span) -> About:
         """Return the layout of the chunk at *span*, and its importance, if of all its tokens."""
@@ -437,7 +404,7 @@ class CacheReader:
     def has(self, span: Span, *, must_end: bool) -> bool:
         """Return whether the chunk at *span* is worth storing: some models keep windows alone.
 
-        With *must_end* only where a prefix can end: nobody goes on behind a short chunk.
+        With *must_end* only where a prefix can end.
         """
         if must_end and all(one.end != span[1] for one in self.ends):
             return False
@@ -502,8 +469,7 @@ def join_rows(
 ) -> DynamicCache:
     """Return one cache of all prompts on *device*, the shorter ones padded on the left with zeros.
 
-    All of a prompt but its last token is in its cache, so the longest says how wide they are; a
-    prompt of one token has nothing there.
+    A prompt of one token has nothing in its cache: its last token is not there yet.
     """
     whole = DynamicCache(config=config)
     width = max(length(cache, shape) for cache in caches)
@@ -511,7 +477,8 @@ def join_rows(
         parts = []
         for name, dim in zip(("keys", "values"), s.dims, strict=True):
             rows = [getattr(cache.layers[s.layer], name) for cache in caches]
-            nothing, held = s.empty((1, s.kv_heads, 0), dim, device), s.held(width)
+            nothing = torch.empty((1, s.kv_heads, 0, dim), dtype=s.dtype, device=device)
+            held = min(width, s.window - 1) if s.window else width
             rows = [nothing if row is None or not row.numel() else row for row in rows]
             parts.append(torch.cat([pad(row, (0, 0, held - row.shape[2], 0)) for row in rows]))
         s.put(whole, parts, width)
@@ -539,9 +506,9 @@ def probe_ids(model: PreTrainedModel) -> Tensor:
 
 
 def forward(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
-    """Run *model* over *input_ids*, (1, tokens), behind what *cache* has; return what comes out.
+    """Run *model* over *input_ids*, (1, tokens), behind what *cache* has.
 
-    Those are the last token's activations before the output layer, (1, hidden).
+    Return the last token's activations before the output layer, (1, hidden).
     """
     inner: Any = model.base_model
     with torch.no_grad():

@@ -18,54 +18,31 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import Cache, DynamicCache, GenerationConfig, GenerationMixin, PreTrainedModel
+from transformers import (
+    Cache,
+    DynamicCache,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedModel,
+    StoppingCriteria,
+)
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 from typing_extensions import override
 
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import is_exact
-from kvstore.client.engines.prefix import Allowed, Prefix, least_of
-from kvstore.client.engines.transformers.cache import (
-    CacheReader,
-    CacheShape,
-    Held,
-    as_argument,
-    join_rows,
-    length,
-    new_cache,
-    notes_of,
-)
-from kvstore.client.engines.transformers.generation import (
-    PASSED,
-    Watch,
-    checked_deadline,
-    comparison,
-    inputs_of,
-    noting_attention,
-    pauses,
-    prefill,
-    prompt_of,
-    prompts_of,
-    settings_of,
-    until_end,
-)
-from kvstore.client.engines.transformers.identity import (
-    NO_CHANGE,
-    WeightsChange,
-    WeightsWatch,
-    cache_shape,
-    check_resumable,
-    representation_of,
-)
+from kvstore.client.engines.prefix import Allowed, Prefix, Source, least_of
+from kvstore.client.engines.transformers import cache as caches
+from kvstore.client.engines.transformers import generation, identity
+from kvstore.client.engines.transformers.cache import CacheReader, CacheShape, Held, length
+from kvstore.client.engines.transformers.identity import NO_CHANGE, WeightsChange, WeightsWatch
 from kvstore.client.engines.transformers.loads import Call, Link, PrefixLoad, Staging, device_of
 from kvstore.proto.blend import GateView
 from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.hf_config import rope_parameters
 from kvstore.proto.types import Accuracy
-
-__all__ = ["Generation", "TransformersConnector", "representation_of"]
 
 ALWAYS_COMPARED = 8
 COMPARED_EVERY = 200
@@ -92,14 +69,10 @@ class TransformersConnector(Connector):
     for a model that does not go on from a prefix as it would have gone on by itself. Weights that
     change afterwards are noticed before each prompt: nothing older is loaded any more.
 
-    Chunks of a model that is not on the CPU pass through a ring of host memory of RING_BYTES.
     *device*: how to reach the model's, if not by ``open_device``; given one, a model on the CPU
-    has a ring too. *deadline_ms*: of requests that have none of their own, from their call to their
-    first token; 0: none.
-
-    *accuracy*: as for Connector; models that keep windows or states are read exactly only, and
-    InvalidRequestError raised for another. A cache says itself which of its tokens are not exact,
-    and its copies do, so that ``save`` stores nothing that was computed behind them.
+    has a ring of host memory, too. *deadline_ms*: of requests that have none of their own, from
+    their call to their first token; 0: none. *accuracy*: as for Connector; InvalidRequestError for
+    another than exact where models keep windows or states.
     """
 
     def __init__(
@@ -112,30 +85,25 @@ class TransformersConnector(Connector):
         deadline_ms: int = 0,
         accuracy: str = "exact",
     ) -> None:
-        self._deadline_ms = checked_deadline(deadline_ms)
-        self._shape = cache_shape(model)
+        self._deadline_ms = generation.checked_deadline(deadline_ms)
+        self._shape = identity.cache_shape(model)
         self._least(accuracy)
         stated = (client.model.layer_groups, client.model.rope)
         if stated != (self._shape.groups, rope_parameters(model.config)):
             raise ModelError("client", stated, "make it with representation_of(model, tokenizer)")
         if self._shape.is_probed:
-            check_resumable(model, self._shape, client.model)
+            identity.check_resumable(model, self._shape, client.model)
         self._model = model
         self._watch = WeightsWatch(model)
         self._compared = itertools.count()
-        device = device or device_of(model)
-        self._staging: Staging | None = None
         self._chunk_tokens = client.options.chunk_tokens
-        if device is not None:
+        self._staging: Staging | None = None
+        if (device := device or device_of(model)) is not None:
             self._staging = Staging(device, model.device, self._shape, self._chunk_tokens)
         self._link = Link(self, model, self._shape, self._staging)
         # Last, as from then on a fork asks for all of the above.
-        super().__init__(
-            client,
-            durable=durable,
-            token_flops=2.0 * model.num_parameters(exclude_embeddings=True),
-            accuracy=accuracy,
-        )
+        flops = 2.0 * model.num_parameters(exclude_embeddings=True)
+        super().__init__(client, durable=durable, token_flops=flops, accuracy=accuracy)
         if self._staging is not None:
             self._at_once = self._staging.slots
 
@@ -168,13 +136,9 @@ class TransformersConnector(Connector):
             raise InvalidRequestError("accuracy", accuracy, fix)
         return least
 
-    def _call(self, extra: Sequence[bytes], allowed: Allowed) -> Call:
-        weights = self._watch.current()
-        return Call(weights.named(extra), weights, allowed)
-
     def _is_still(self, weights: WeightsChange, cache: Cache) -> bool:
         """Return whether all of *cache*, computed from a look at *weights* on, is of those."""
-        notes_of(cache).weights = weights
+        caches.notes_of(cache).weights = weights
         return self._watch.current() == weights
 
     # --- load
@@ -204,27 +168,23 @@ class TransformersConnector(Connector):
         return self._compare(prompt)
 
     def _load_one(self, input_ids: Any, extra: Sequence[bytes], allowed: Allowed) -> PrefixLoad:
-        prompt = self._prompt(prompt_of(input_ids, self._model.device))
-        call = self._call(extra, allowed)
-        notes_of(prompt.cache).weights = call.weights
-        prompt.load(call)
+        tokens = generation.prompt_of(input_ids, self._model.device)
+        weights = self._watch.current()
+        call = Call(weights.named(extra), weights, allowed)
+        prompt = PrefixLoad(self._link, call, tokens, DynamicCache(config=self._model.config))
+        caches.notes_of(prompt.cache).weights = weights
+        prompt.load()
         return prompt
-
-    def _prompt(self, tokens: Sequence[int]) -> PrefixLoad:
-        return PrefixLoad(self._link, tokens, DynamicCache(config=self._model.config))
 
     def _compare(self, prompt: PrefixLoad) -> GateView | None:
         if prompt.to_compare is None:
             return None
         given = (self._model, prompt.tokens, prompt.to_compare, prompt.prefix)
-        return self.ask(lambda: self.client.report_reuse(comparison(*given)), None)
+        return self.ask(lambda: self.client.report_reuse(generation.comparison(*given)), None)
 
     def _is_compared(self, prefix: Prefix) -> bool:
-        """Return whether a prompt behind *prefix* is compared with a full prefill.
-
-        Most are not; nor where several codecs made copies without a bound: whose fault were it?
-        """
-        if len(prefix.codecs) != 1:
+        """Return whether a prompt behind *prefix* is compared with a full prefill."""
+        if len(prefix.codecs) != 1:  # of several it would not say which one is at fault
             return False
         number = next(self._compared)
         return number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0
@@ -237,13 +197,12 @@ class TransformersConnector(Connector):
         """Store what *cache* holds of *input_ids*, (1, tokens); return how many chunks were new.
 
         *from_token*: what ``load`` said is stored. Windows and states are stored of the last
-        chunk's end, if the cache ends there. Nothing is stored of a cache that may be of weights
-        which changed since: once they changed, only of those that ``load`` and ``generate``
-        returned since then; nor anything from where a lossy copy was read into it. Raises
+        chunk's end, if the cache ends there. Once weights changed, only caches that ``load`` and
+        ``generate`` returned since are stored; and of none what is behind a lossy copy. Raises
         ModelError for a cache of another kind.
         """
         shape = self._shape
-        tokens = prompt_of(input_ids, self._model.device)[: cache.get_seq_length()]
+        tokens = generation.prompt_of(input_ids, self._model.device)[: cache.get_seq_length()]
         if not tokens:
             return 0
         if CacheShape.of_cache(cache).groups != shape.groups:
@@ -252,7 +211,7 @@ class TransformersConnector(Connector):
         rows = {int(layers[s.layer].keys.shape[0]) for s in shape.tokens}
         if rows != {1}:
             raise InvalidRequestError("cache", rows, "give one of (1, kv_heads, tokens, head_dim)")
-        notes, weights = notes_of(cache), self._watch.current()
+        notes, weights = caches.notes_of(cache), self._watch.current()
         if (notes.weights or NO_CHANGE) != weights:
             return 0
         reader = self._reader(cache, [Held.of_end(cache, shape)])
@@ -262,19 +221,17 @@ class TransformersConnector(Connector):
         self, cache: Cache, ends: Sequence[Held], row: int = 0, first: int = 0
     ) -> CacheReader:
         whole = Held.of_row(cache, self._shape, row, first)
-        importance = notes_of(cache).importance
+        importance = caches.notes_of(cache).importance
         return CacheReader(self.client.model, self._shape, whole, ends, importance)
 
-    def _save_new(
-        self, prompt: PrefixLoad, tokens: Sequence[int], reader: CacheReader, call: Call
-    ) -> None:
+    def _save_new(self, prompt: PrefixLoad, tokens: Sequence[int], reader: CacheReader) -> None:
         """Store *prompt*, whose last chunk is hit by the same prompt alone, then all *tokens*."""
-        prefix, count = prompt.prefix, len(prompt.tokens)
+        prefix, count, extra = prompt.prefix, len(prompt.tokens), prompt.call.extra
         exact = prefix.exact_tokens if prefix.lossy_tokens else None
-        self._save(tokens[:count], reader, prefix.stored_tokens, call.extra, exact)
+        self._save(tokens[:count], reader, prefix.stored_tokens, extra, exact)
         if len(tokens) > count:
             whole = count // self._chunk_tokens * self._chunk_tokens
-            self._save(tokens, reader, whole, call.extra, exact)
+            self._save(tokens, reader, whole, extra, exact)
 
     def _save(
         self,
@@ -296,11 +253,9 @@ class TransformersConnector(Connector):
         staging, source = self._staging, reader.tensors
         if staging is None:
             return self.store_chunks(tokens, source, from_token, extra, reader.about)
+        staged: Source = lambda span: staging.to_host(source(span))  # noqa: E731
         with staging.lock:
-            to_host = staging.to_host
-            return self.store_chunks(
-                tokens, lambda span: to_host(source(span)), from_token, extra, reader.about
-            )
+            return self.store_chunks(tokens, staged, from_token, extra, reader.about)
 
     # --- generate
 
@@ -320,90 +275,89 @@ class TransformersConnector(Connector):
         where several prompts differ in length, padded on the left, with *attention_mask* 0 there.
         *config* is the model's own when None, with *settings* as ``model.generate`` takes them
         (``max_new_tokens=8``, ``streamer=...``); it keeps one sequence a prompt in a dynamic or
-        static cache, or InvalidRequestError is raised. A prompt is stored to its last token, so
-        that asking again hits all of it, and so is what was generated, but for the last token.
-        Models with windows or states are stored, and hit, in whole chunks. *accuracy* and
-        *deadline_ms*, to the first token of each prompt, are of this call alone: see
+        static cache, or InvalidRequestError is raised. A prompt is stored to its last token, and
+        so is what was generated, but for the last one. Models with windows or states are stored,
+        and hit, in whole chunks. *accuracy* and *deadline_ms* are of this call alone: see
         ``TransformersConnector``.
         """
         began_s = time.monotonic()
         if not isinstance(self._model, GenerationMixin):
             name = type(self._model).__name__
             raise InvalidRequestError("model", name, "give one that generates")
-        within = self._deadline_ms if deadline_ms is None else checked_deadline(deadline_ms)
+        if deadline_ms is None:
+            deadline_ms = self._deadline_ms
+        within = generation.checked_deadline(deadline_ms)
         allowed = self.allowed(self._least(accuracy))
-        passed = {name: settings.pop(name) for name in PASSED if name in settings}
-        stated = settings_of(self._model, config, settings)
-        ids, mask = inputs_of(input_ids, attention_mask, self._model.device)
-        prompts = prompts_of(ids, mask)
+        passed = {name: settings.pop(name) for name in generation.PASSED if name in settings}
+        stated = generation.settings_of(self._model, config, settings)
+        ids, mask = generation.inputs_of(input_ids, attention_mask, self._model.device)
+        prompts = generation.prompts_of(ids, mask)
         # Padding that all rows have is cut off, but counts for these, as when the model generates.
         padding = ids.shape[1] - max(map(len, prompts))
         for name in ("max_length", "min_length"):
             if getattr(stated, name):
                 setattr(stated, name, max(1, getattr(stated, name) - padding))
-        call = self._call(extra, allowed)._replace(
-            settings=stated, passed=passed, deadline_ms=within, began_s=began_s
-        )
+        weights = self._watch.current()
+        call = Call(weights.named(extra), weights, allowed, stated, passed, within, began_s)
         if len(prompts) == 1:
             return self._generate_one(prompts[0], ids[:, -len(prompts[0]) :], call)
         return self._generate_batch(ids, mask, prompts, call)
 
     def _generate_one(self, tokens: Sequence[int], ids: Tensor, call: Call) -> Generation:
         shape = self._shape
-        cache = new_cache(self._model.config, call.settings, shape, len(tokens))
+        cache = caches.new_cache(self._model.config, call.settings, shape, len(tokens))
+        prompt = PrefixLoad(self._link, call, tokens, cache)
         # A forward that is begun again would give a streamer the prompt twice.
-        prompt = PrefixLoad(
-            self._link, tokens, cache, in_layers=call.passed.get("streamer") is None
-        )
-        self._begin(prompt, call)
-        watch = Watch(cache, shape, self._chunk_tokens)
+        prompt.in_layers = call.passed.get("streamer") is None
+        self._begin(prompt)
+        watch = generation.Watch(cache, shape, self._chunk_tokens)
         weighed = len(tokens) if self.client.weighs else 0
 
         def run() -> GenerateDecoderOnlyOutput:
             left = len(tokens) - length(cache, shape)
-            with noting_attention(self._model, cache, shape, weighed) as seen:
+            with generation.noting_attention(self._model, cache, shape, weighed) as seen:
                 began_s = time.perf_counter()
 
                 def on_first() -> None:
                     seen()
-                    prompt.note(left, time.perf_counter() - began_s)
+                    computed_s = time.perf_counter() - began_s - prompt.waited_s
+                    self.learned.observe(left, computed_s)
 
                 watch.on_first = on_first
-                return self._run(ids, call, cache, None, watch)
+                return self._run(ids, call, cache, None, [watch])
 
         output = prompt.run(run)
         if self._is_still(call.weights, cache):
             self._compare(prompt)
             sequence = output.sequences[0].tolist()[: length(cache, shape)]
             reader = self._reader(cache, [*prompt.ends, *watch.ends])
-            self._save_new(prompt, sequence, reader, call)
+            self._save_new(prompt, sequence, reader)
         return Generation(output, prompt.prefix.hit_tokens, (prompt.prefix.hit_tokens,))
 
-    def _begin(self, prompt: PrefixLoad, call: Call) -> None:
+    def _begin(self, prompt: PrefixLoad) -> None:
         """Load a prompt's prefix; of windows and states compute to the last pause."""
-        prompt.load(call)
+        prompt.load()
         prefix, shape, tokens = prompt.prefix, self._shape, prompt.tokens
         if self._is_compared(prefix):
             prompt.to_compare = copy.deepcopy(prompt.cache)
         if shape.has_ends:
             span = (prefix.hit_tokens, len(tokens))
-            places = pauses(shape, span, prefix.shared_tokens, self._chunk_tokens)
-            prompt.ends = prefill(self._model, tokens, prompt.cache, shape, places)
+            places = generation.pauses(shape, span, prefix.shared_tokens, self._chunk_tokens)
+            prompt.ends = generation.prefill(self._model, tokens, prompt.cache, shape, places)
 
     def _run(
-        self, ids: Tensor, call: Call, cache: Cache, mask: Tensor | None, watch: Watch | None = None
+        self,
+        ids: Tensor,
+        call: Call,
+        cache: Cache,
+        mask: Tensor | None,
+        watches: Sequence[StoppingCriteria] = (),
     ) -> GenerateDecoderOnlyOutput:
         model: Any = self._model
-        given = dict(call.passed)
-        stopping = [*([watch] if watch else ()), *(given.pop("stopping_criteria", None) or ())]
-        output: GenerateDecoderOnlyOutput = model.generate(
-            ids,
-            generation_config=call.settings,
-            attention_mask=torch.ones_like(ids) if mask is None else mask,
-            **as_argument(cache),
-            stopping_criteria=stopping,
-            **given,
-        )
+        given = {**call.passed, **caches.as_argument(cache), "generation_config": call.settings}
+        given["stopping_criteria"] = [*watches, *(call.passed.get("stopping_criteria") or ())]
+        given["attention_mask"] = torch.ones_like(ids) if mask is None else mask
+        output: GenerateDecoderOnlyOutput = model.generate(ids, **given)
         return output
 
     def _generate_batch(
@@ -417,9 +371,9 @@ class TransformersConnector(Connector):
         settings.cache_implementation = None
         model, shape, width = self._model, self._shape, max(map(len, prompts))
         loaded = [self._computed(tokens, call) for tokens in prompts]
-        cache = join_rows([one.cache for one in loaded], shape, model.config, model.device)
+        cache = caches.join_rows([one.cache for one in loaded], shape, model.config, model.device)
         if any(one.prefix.lossy_tokens for one in loaded):
-            notes_of(cache).exact_tokens = 0
+            caches.notes_of(cache).exact_tokens = 0
         seen = None if mask is None else mask[:, -width:].ne(0).long()
         output = self._run(ids[:, -width:], call, cache, seen)
         if not shape.has_ends and self._is_still(call.weights, cache):
@@ -427,8 +381,8 @@ class TransformersConnector(Connector):
             for row, one in enumerate(loaded):
                 first = width - len(one.tokens)
                 generated = output.sequences[row, first:held].tolist()
-                tokens = until_end(generated, len(one.tokens), settings)
-                self._save_new(one, tokens, self._reader(cache, (), row, first), call)
+                tokens = generation.until_end(generated, len(one.tokens), settings)
+                self._save_new(one, tokens, self._reader(cache, (), row, first))
                 self._compare(one)
         # As the model returns it: with the padding that all rows have, which was cut off above.
         padded: Any = torch.cat([ids[:, :-width], output.sequences], dim=1)
@@ -438,12 +392,12 @@ class TransformersConnector(Connector):
 
     def _computed(self, tokens: Sequence[int], call: Call) -> PrefixLoad:
         """Return a prompt that was computed but for its last token; what is new of it is stored."""
-        prompt = self._prompt(tokens)
-        self._begin(prompt, call)
+        prompt = PrefixLoad(self._link, call, tokens, DynamicCache(config=self._model.config))
+        self._begin(prompt)
         held, last = length(prompt.cache, self._shape), len(tokens) - 1
         if held < last:
             began_s = time.monotonic()
-            prefill(self._model, tokens, prompt.cache, self._shape, [last])
+            generation.prefill(self._model, tokens, prompt.cache, self._shape, [last])
             if self._staging is None:  # a device computes on when the call is over
                 self.learned.observe(last - held, time.monotonic() - began_s)
         if last and self._shape.has_ends and self._is_still(call.weights, prompt.cache):

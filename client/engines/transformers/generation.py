@@ -1,11 +1,5 @@
-"""What a call generates from, and what is measured meanwhile: time, which tokens matter, what lossy
+"""What a call generates from, and what is measured meanwhile: which tokens matter, what lossy
 copies change.
-
-Codecs that spend more bits on some tokens are given their importance (``Chunk.importance``). A
-token that gets much attention is worth more (MiKV, Yang et al., arXiv 2402.18096, section 3), and
-what the last tokens of a prompt look at is what is looked at behind them (SnapKV, Li et al.,
-arXiv 2404.14469, section 3.2). It is the mean over the queries that see a token: a sum favours
-those that more see.
 """
 
 from __future__ import annotations
@@ -13,7 +7,7 @@ from __future__ import annotations
 import copy
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from functools import wraps
 from typing import Any
 
@@ -33,14 +27,8 @@ from transformers import (
 
 from kvstore.client.blend.gate import compare
 from kvstore.client.engines.prefix import Prefix, Span
-from kvstore.client.engines.transformers.cache import (
-    CacheShape,
-    Held,
-    as_argument,
-    forward,
-    length,
-    notes_of,
-)
+from kvstore.client.engines.transformers import cache as caches
+from kvstore.client.engines.transformers.cache import CacheShape, Held, length
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.codecs.base import Importance
 from kvstore.proto.blend import ReuseReport, accuracy_tag
@@ -159,7 +147,7 @@ def settings_of(
             fix = f"give a setting of GenerationConfig, or one of {', '.join(PASSED)}"
             raise InvalidRequestError(name, value, fix)
         setattr(settings, name, value)
-    caches = (
+    stored = (
         "dynamic and static caches are stored: a quantised one would hold other numbers after "
         "a load than after a prefill, and an offloaded one is not where it is looked for"
     )
@@ -167,7 +155,7 @@ def settings_of(
         ("num_beams", (None, 0, 1), "one sequence at a time"),
         ("num_return_sequences", (None, 0, 1), "one sequence at a time"),
         ("use_cache", (None, True), "without a cache there is nothing to store"),
-        ("cache_implementation", (None, "dynamic", "hybrid", "static"), caches),
+        ("cache_implementation", (None, "dynamic", "hybrid", "static"), stored),
         ("token_healing", (None, False), "it changes the prompt that is stored"),
     ):
         if getattr(settings, name) not in taken:
@@ -183,20 +171,18 @@ def prefill(
     shape: CacheShape,
     places: Sequence[int],
 ) -> list[Held]:
-    """Run *model* over *tokens* from the end of *cache* to the last of *places*.
-
-    Return what the cache has of its end at each.
-    """
+    """Run *model* behind *cache* to each of *places*; return what it then has of its end."""
     taken = []
     for place in places:
         ids = torch.tensor([tokens[length(cache, shape) : place]], device=model.device)
-        forward(model, ids, cache)
+        caches.forward(model, ids, cache)
         taken.append(Held.of_end(cache, shape))
     return taken
 
 
 def pauses(shape: CacheShape, span: Span, shared_tokens: int, chunk_tokens: int) -> list[int]:
-    """Return after which tokens of a prompt to pause, ascending.
+    """Return after which tokens of a prompt to pause, ascending: where it ends, and where it leaves
+    the way of others (Marconi, Pan et al., MLSys 2025, section 4.2).
 
     *span*: the tokens that are in the cache already, and those of the prompt, the last of which
     is left to generate from. *shared_tokens*: how far others went the same way.
@@ -216,9 +202,8 @@ def pauses(shape: CacheShape, span: Span, shared_tokens: int, chunk_tokens: int)
 class Watch(StoppingCriteria):
     """Watches a model generate from one prompt into *cache*; stops nothing.
 
-    Of models with windows or states it takes ``ends`` of the cache at ends of chunks, each with the
-    windows of its chunk alone. As many are kept as the longest window reaches over, or all of them
-    for models that keep windows alone.
+    Of models with windows or states it takes ``ends`` of the cache at ends of chunks: as many as
+    the longest window reaches over, or all for models that keep windows alone.
     """
 
     def __init__(self, cache: Cache, shape: CacheShape, chunk_tokens: int) -> None:
@@ -243,30 +228,33 @@ class Watch(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-# --- importance
+# --- importance: the mean attention that a token gets from the last ones of a prompt (SnapKV, Li et
+# al., arXiv 2404.14469, section 3.2). Codecs spend more bits on those that get much (MiKV, Yang et
+# al., arXiv 2402.18096, section 3).
 
 
 @contextmanager
 def noting_attention(
     model: PreTrainedModel, cache: Cache, shape: CacheShape, tokens: int
 ) -> Iterator[Callable[[], None]]:
-    """Look at what *model* generates within, in this thread, from a prompt of so many *tokens*.
+    """Note in *cache* what attention a prompt of so many *tokens* gets that *model* generates from.
 
-    What these get is noted in *cache*, until what this yields is called: once the first token is
-    there. Nothing is noted of 0 *tokens*, in static caches and those with windows or states, nor of
-    attention that a model computes without an implementation of transformers' (``eager``).
+    In this thread, until what this yields is called: once the first token is there. Nothing is
+    noted of 0 *tokens*, in static caches and those with windows or states, nor of attention that a
+    model computes without an implementation of transformers' (``eager``).
     """
     config: Any = model.config.get_text_config()
     is_seen = tokens and not shape.has_ends and not isinstance(cache, StaticCache)
     if not is_seen or not _watch(config._attn_implementation):
         yield lambda: None
         return
-    look = _Look(tokens, max(1, len(shape.tokens) // LAYERS))
-    with ExitStack() as stack:
-        stack.callback(setattr, _HERE, "look", None)
-        _HERE.look = look
-        yield stack.close
-    notes_of(cache).importance = look.weights()
+    _HERE.look = look = _Look(tokens, max(1, len(shape.tokens) // LAYERS))
+    stop: Callable[[], None] = lambda: setattr(_HERE, "look", None)  # noqa: E731
+    try:
+        yield stop
+    finally:
+        stop()
+    caches.notes_of(cache).importance = look.weights()
 
 
 def _watch(name: str) -> bool:
@@ -274,13 +262,9 @@ def _watch(name: str) -> bool:
     own: Attend | None = AttentionInterface().get(name)  # type: ignore[no-untyped-call]
     if own is None:
         return False
-    if own is not _WATCHED.get(name):
-        _WATCHED[name] = _watched(own)
-        AttentionInterface.register(name, _WATCHED[name])
-    return True
+    if own is _WATCHED.get(name):
+        return True
 
-
-def _watched(own: Attend) -> Attend:
     @wraps(own)
     def attend(module: Any, query: Tensor, key: Tensor, *more: Any, **named: Any) -> Any:
         # Compiled models have static caches, and cannot look at a thread.
@@ -289,7 +273,9 @@ def _watched(own: Attend) -> Attend:
             look.note(query, key, named.get("scaling"))
         return own(module, query, key, *more, **named)
 
-    return attend
+    _WATCHED[name] = attend
+    AttentionInterface.register(name, attend)
+    return True
 
 
 class _Look:
@@ -315,10 +301,8 @@ class _Look:
 
     def weights(self) -> Importance | None:
         """Return the weights, f32 (tokens,), positive; None where there is none to be had."""
-        if not self._found:
-            return None
-        try:
-            weights: Importance = torch.stack(self._found).mean(0).cpu().numpy()
+        try:  # torch stacks no empty list
+            weights: Importance = torch.stack(self._found or []).mean(0).cpu().numpy()
         except _FAULTS:
             return None
         # 0 would say that a token is of no importance; that it got little does not.
@@ -329,7 +313,8 @@ class _Look:
 def mean_attention(queries: Tensor, keys: Tensor, scale: float | None = None) -> Tensor:
     """Return the attention that each key gets, the mean over heads and who sees it: (tokens,).
 
-    *queries* are those of the last tokens, (heads, some, dim), *keys* (kv_heads, tokens, dim).
+    A sum would favour keys that more see. *queries* are those of the last tokens, (heads, some,
+    dim), *keys* (kv_heads, tokens, dim).
     """
     (heads, count, dim), (kv_heads, tokens, _) = queries.shape, keys.shape
     grouped = queries.reshape(kv_heads, -1, dim) * (dim**-0.5 if scale is None else scale)
@@ -355,8 +340,7 @@ def comparison(
     """Return the report on a prompt of which *cache* holds *prefix*, lossy by one codec.
 
     The logits of the last tokens behind *cache*, which is used up, are compared with those of a
-    full prefill. So that there are enough, less of the cache is used, but half of what is lossy
-    stays.
+    full prefill. So that there are enough, less of the cache is used: half of what is lossy stays.
     """
     exact, held = prefix.exact_tokens, int(cache.get_seq_length())
     left = max(len(tokens) - COMPARED_TOKENS, exact + -(-(held - exact) // 2))
@@ -375,6 +359,6 @@ def _logits(model: PreTrainedModel, tokens: Sequence[int], cache: Cache, rows: i
     engine: Any = model
     ids = torch.tensor([tokens], device=model.device)
     with torch.inference_mode():
-        output = engine(ids, **as_argument(cache), use_cache=True, logits_to_keep=rows)
+        output = engine(ids, **caches.as_argument(cache), use_cache=True, logits_to_keep=rows)
     found: Tensor = output.logits[0, -rows:]
     return found

@@ -7,6 +7,7 @@ import math
 import os
 import threading
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -17,25 +18,10 @@ from torch.utils.weak import WeakIdRef
 from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import DynamicLayer
 
-from kvstore.client.engines.identity import (
-    EPOCH_BYTES,
-    Departures,
-    Weights,
-    computed_in,
-    identity_of,
-    is_exact,
-    short_name,
-    weights_of,
-)
-from kvstore.client.engines.transformers.cache import (
-    CacheReader,
-    CacheShape,
-    Held,
-    TokenShape,
-    copy,
-    forward,
-    probe_ids,
-)
+from kvstore.client.engines import identity as shared
+from kvstore.client.engines.identity import Departures, Weights
+from kvstore.client.engines.transformers import cache as caches
+from kvstore.client.engines.transformers.cache import CacheReader, CacheShape, Held, TokenShape
 from kvstore.proto.errors import ModelError
 from kvstore.proto.hf_config import OWN_TOKENIZER, head_dim, rope_parameters
 from kvstore.proto.types import MIN_CHUNK_TOKENS, KVLayout, Model
@@ -60,13 +46,11 @@ def representation_of(
 ) -> Model:
     """Return what makes KV of *model* interchangeable with other KV.
 
-    Weights that are those of the files they were loaded from have the files' name (``weights_of``,
-    with *model_revision* as what is stated), which every engine gives them. Others are named by
-    *model_revision*, a commit or a digest, or else by the commit the model was downloaded at, and
-    by a sample of them as they are now, which tells a merged adapter or another quantisation;
-    without either by a digest of all of them. The settings that it runs with are part of it. A
-    model that carries an adapter needs *adapter_digest*, a digest of the active one's weights.
-    Raises ModelError for models whose KV cannot be stored.
+    Weights that are those of the files they were loaded from have the files' name, which every
+    engine gives them. Others are named by *model_revision*, a commit or a digest, or else by the
+    commit the model was downloaded at, and a sample of them; without either by a digest of all of
+    them. A model that carries an adapter needs *adapter_digest*, a digest of the active one's
+    weights. Raises ModelError for models whose KV cannot be stored.
     """
     for name, given, has in (("model", model, "config"), ("tokenizer", tokenizer, "get_vocab")):
         if not hasattr(given, has):
@@ -78,29 +62,28 @@ def representation_of(
     weights = _weights(model, model_revision or "")
     departures = Departures(
         "transformers",
-        computed_in(model.dtype, shape.groups) | _own_code(model) | _rounded_rope(model),
+        shared.computed_in(model.dtype, shape.groups) | _departures(model),
         adapter_digest=adapter_digest,
         tokenizer=_tokenizer(tokenizer, weights),
     )
-    return identity_of(weights, shape.groups, rope, config, departures)
+    return shared.identity_of(weights, shape.groups, rope, config, departures)
 
 
-def _own_code(model: PreTrainedModel) -> dict[str, str]:
-    kind, attention = type(model), str(model.config._attn_implementation)
-    is_theirs = kind.__module__.startswith("transformers.models.")
-    found = {} if is_theirs else {"class": str(kind)}
-    return found if attention in KERNELS else {**found, "attention": attention}
-
-
-def _rounded_rope(model: PreTrainedModel) -> dict[str, str]:
-    """Return the rotation's frequencies where a cast of *model* has rounded them."""
+def _departures(model: PreTrainedModel) -> dict[str, str]:
+    """Return what the model's code and numbers are that no setting says."""
+    found, attention = dict[str, str](), str(model.config._attn_implementation)
+    if not type(model).__module__.startswith("transformers.models."):
+        found["class"] = str(type(model))
+    if attention not in KERNELS:
+        found["attention"] = attention
     table: Any = getattr(model.base_model, "rotary_emb", None)
-    if not isinstance(getattr(table, "inv_freq", None), torch.Tensor):
-        return {}
-    own, named = table.inv_freq.double().cpu(), type(table)(config=model.config).inv_freq.double()
-    if own.shape == named.shape and torch.allclose(own, named.cpu(), rtol=1e-5, atol=0.0):
-        return {}
-    return {"rope": str(own.tolist())}
+    if isinstance(getattr(table, "inv_freq", None), torch.Tensor):
+        tables = (table, type(table)(config=model.config))
+        own, named = (one.inv_freq.double().cpu() for one in tables)
+        # A cast rounds them.
+        if own.shape != named.shape or not torch.allclose(own, named, rtol=1e-5, atol=0.0):
+            found["rope"] = str(own.tolist())
+    return found
 
 
 def check_adapter(model: PreTrainedModel, adapter_digest: str) -> None:
@@ -119,10 +102,7 @@ def check_device(model: PreTrainedModel) -> None:
 
 
 def cache_shape(model: PreTrainedModel) -> CacheShape:
-    """Return what *model* keeps of a prompt. Raises ModelError naming what it refuses.
-
-    Of architectures that are tested with it is known; others run over a few tokens to show it.
-    """
+    """Return what *model* keeps of a prompt. Raises ModelError naming what it refuses."""
     config = model.config
     for name in ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers"):
         if getattr(config, name, None):
@@ -147,24 +127,23 @@ def check_resumable(model: PreTrainedModel, shape: CacheShape, identity: Model) 
     What it computes has to be the same but for rounding, and far less the same with a state left
     out: some models look at theirs for a single token only.
     """
-    ids, span = probe_ids(model), (0, MIN_CHUNK_TOKENS)
-    whole = forward(model, ids, DynamicCache(config=model.config))
+    ids, span = caches.probe_ids(model), (0, MIN_CHUNK_TOKENS)
+    whole = caches.forward(model, ids, DynamicCache(config=model.config))
     first = DynamicCache(config=model.config)
-    forward(model, ids[:, : span[1]], first)
+    caches.forward(model, ids[:, : span[1]], first)
+    ends = [Held.of_end(first, shape)]
+    chunk = CacheReader(identity, shape, Held.of_row(first, shape), ends).tensors(span)
 
     def error(without: str = "") -> float:
         """Return how far it is off behind a chunk, and without states of that name."""
-        reader = CacheReader(
-            identity, shape, Held.of_row(first, shape), [Held.of_end(first, shape)]
-        )
         held, cache = Held.empty(shape, [span], model.device), DynamicCache(config=model.config)
-        copy(held.chunk(shape, KVLayout.of(identity, span[1]), span), reader.tensors(span))
+        caches.copy(held.chunk(shape, KVLayout.of(identity, span[1]), span), chunk)
         held.fill(cache, shape, span[1])
         for state in shape.states if without else ():
             for tensor in getattr(cache.layers[state.layer], without).values():
                 if tensor is not None:
                     tensor.zero_()
-        found = forward(model, ids[:, span[1] :], cache)
+        found = caches.forward(model, ids[:, span[1] :], cache)
         return float((found - whole).abs().max())
 
     rounding, scale = torch.finfo(whole.dtype).eps, float(whole.abs().max())
@@ -181,24 +160,27 @@ def _weights(model: PreTrainedModel, stated: str) -> Weights:
     name = model.config.name_or_path or ""
     commit = str(getattr(model.config, "_commit_hash", None) or "")
     try:
-        weights = weights_of(name, stated, commit)
+        weights = shared.weights_of(name, stated, commit)
     except ModelError:  # they have no name, so what they are has to say
         weights = None
-    named = stated if is_exact(stated) else commit
+    named = stated if shared.is_exact(stated) else commit
     # A commit names what else is in the files; a digest of them does once nothing differs. What
     # was written to since it was loaded may differ anywhere.
     every = not named or any(map(_version, model.state_dict().values()))
     if weights and weights.folder and _is_in(model, weights.folder, every=every):
         return weights
     found = weights_digest(model, 0 if every else SAMPLED)
-    found = f"{named}+{found}" if named else found
-    revision = f"{stated}+{found}" if stated and stated != named else found
-    return Weights(short_name(name or model.config.model_type), revision)
+    revision = f"{named}+{found}" if named else found
+    if stated not in ("", named):
+        revision = f"{stated}+{revision}"
+    return Weights(shared.short_name(name or model.config.model_type), revision)
 
 
 def _is_in(model: PreTrainedModel, folder: Path, *, every: bool) -> bool:
-    """Return whether the files in *folder* have each weight of *model* under its name, cast to
-    the type that it computes in. All elements are looked at, or without *every* some."""
+    """Return whether *folder*'s files have each weight of *model*, cast to the type it computes in.
+
+    All elements are looked at, or without *every* some.
+    """
     state = model.state_dict()
     found = set()
     try:
@@ -226,19 +208,18 @@ def weights_digest(model: PreTrainedModel, sampled: int = 0) -> str:
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
         some = _some(tensor.detach(), sampled) if sampled else tensor.detach()
-        flat = some.cpu().contiguous().reshape(-1)
-        elements: Any = flat.view(torch.uint8).numpy()
-        digest.update(elements)
+        flat: Any = some.cpu().contiguous().reshape(-1)
+        digest.update(flat.view(torch.uint8).numpy())
     return f"{'sample=' if sampled else 'blake3:'}{digest.hexdigest()}"
 
 
 class WeightsChange(NamedTuple):
-    """Which weights a model has by now. A name may come again, and what was computed between not:
-    the number of ``changes`` tells."""
+    """Which weights a model has by now."""
 
     name: bytes = b""
     """Beside that of the model's identity; empty before any change."""
     changes: int = 0
+    """A name may come again: what was computed between does not belong to it."""
 
     def named(self, extra: Sequence[bytes]) -> Sequence[bytes]:
         """Return what else names a prompt of these weights."""
@@ -282,15 +263,13 @@ class WeightsWatch:
         self._lock = threading.Lock()
 
     def _change(self, revision: str | None = None) -> None:
-        name = revision.encode() if revision else os.urandom(EPOCH_BYTES)
+        name = revision.encode() if revision else os.urandom(shared.EPOCH_BYTES)
         self._now = WeightsChange(b"weights:" + name, self._now.changes + 1)
 
     def _mark(self) -> tuple[Any, ...]:
         tensors = list(self._tensors())
         # Memory that was freed is given out again, so an address alone is not enough.
-        objects = [WeakIdRef(tensor) for tensor in tensors]
-        places = [_address(tensor) for tensor in tensors]
-        versions = list(map(_version, tensors))
+        marks = [(WeakIdRef(one), _address(one), _version(one)) for one in tensors]
         alike: dict[torch.dtype, list[torch.Tensor]] = {}
         with torch.no_grad():
             for tensor in tensors:
@@ -303,7 +282,7 @@ class WeightsWatch:
                     some = tensor.as_strided((size,), (step,), start)
                     alike.setdefault(tensor.dtype, []).append(some)
             seen = [torch.cat(some).view(torch.uint8).cpu().numpy() for some in alike.values()]
-        return (*objects, *places, *versions, *(elements.tobytes() for elements in seen))
+        return (*marks, *(elements.tobytes() for elements in seen))
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from self._model.parameters()
@@ -331,17 +310,10 @@ def _some(tensor: torch.Tensor, count: int) -> torch.Tensor:
 
 def _tokenizer(tokenizer: PreTrainedTokenizerBase, weights: Weights) -> str:
     vocabulary = tokenizer.get_vocab()
-    if weights.folder is not None and _vocabulary_in(weights.folder) == vocabulary:
-        return OWN_TOKENIZER
+    if weights.folder is not None:
+        offline = {"local_files_only": True, "trust_remote_code": False}
+        with suppress(OSError, ValueError, KeyError):
+            if AutoTokenizer.from_pretrained(weights.folder, **offline).get_vocab() == vocabulary:
+                return OWN_TOKENIZER
     words = json.dumps(sorted(vocabulary.items(), key=lambda item: (item[1], item[0])))
     return f"blake3:{blake3(words.encode()).hexdigest()}"
-
-
-def _vocabulary_in(folder: Path) -> dict[str, int] | None:
-    try:
-        own: PreTrainedTokenizerBase = AutoTokenizer.from_pretrained(
-            folder, local_files_only=True, trust_remote_code=False
-        )
-    except (OSError, ValueError, KeyError):
-        return None
-    return own.get_vocab()

@@ -1,9 +1,4 @@
-"""The load of a prompt's prefix: whole, or while the model computes other chunks or layers.
-
-For a deadline the model computes the chunks that load too slowly. Over a slow link a forward needs
-a layer's keys and values when it comes to that layer: the first one is there long before the last
-one, and what is computed meanwhile costs no time.
-"""
+"""The load of a prompt's prefix: whole, or while the model computes other chunks or layers."""
 
 from __future__ import annotations
 
@@ -25,14 +20,8 @@ from kvstore.client.client import Client
 from kvstore.client.decode import Layer
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Span
-from kvstore.client.engines.transformers.cache import (
-    CacheShape,
-    Held,
-    Nested,
-    copy,
-    forward,
-    notes_of,
-)
+from kvstore.client.engines.transformers import cache as caches
+from kvstore.client.engines.transformers.cache import CacheShape, Held, Nested, copy
 from kvstore.client.engines.transformers.identity import WeightsChange
 from kvstore.client.planning import Deadline, LinkMeter
 from kvstore.codecs.base import AnyTensors
@@ -60,9 +49,8 @@ T = TypeVar("T")
 class Staging:
     """Memory that chunks of *shape*, *tokens* each at most, pass through to and from *where*.
 
-    A ring of host memory and one piece of device memory, both allocated once. All is queued on
-    the stream that the engine computes on: a store reads what was computed before it, and what is
-    computed after a load sees what it brought. Hold ``lock`` while places of the ring are in use.
+    A ring of host memory and one piece of device memory. All is queued on the stream that the
+    engine computes on. Hold ``lock`` while places of the ring are in use.
     """
 
     def __init__(self, device: Device, where: torch.device, shape: CacheShape, tokens: int) -> None:
@@ -82,10 +70,7 @@ class Staging:
         return ring.view(self.slots, -1), room
 
     def to_host(self, tensors: LayerTensors) -> Nested:
-        """Return what *tensors* hold, in the ring's next place, when it is there.
-
-        Tensors that are on the host already are returned as they are.
-        """
+        """Return what *tensors* hold, in the ring's next place; those on the host as they are."""
         ring, room = self._memory
         self._last = (self._last + 1) % self.slots
         gathered, size = self._placed(room, tensors)
@@ -103,10 +88,9 @@ class Staging:
         out: Callable[[int, KVLayout], Nested],
         least: Accuracy,
     ) -> list[Stated]:
-        """Read the longest run of *keys*; chunk number i of a layout goes to *out* of both.
+        """Read the longest run of *keys*, chunk i of a layout into ``out(i, layout)``.
 
-        Return what each states, none less so than *least*. They come a ring's worth at a time,
-        each in one copy; the last of them is awaited.
+        Return what each states. They come a ring's worth at a time, each in one copy.
         """
         ring, room = self._memory
         found: list[Stated] = []
@@ -176,7 +160,6 @@ class Call(NamedTuple):
     """What names them beside their tokens, the change of the weights among it."""
     weights: WeightsChange
     allowed: Allowed
-    """The copies that are read."""
     settings: Any = None
     """A GenerationConfig."""
     passed: Mapping[str, Any] = MappingProxyType({})
@@ -209,49 +192,47 @@ class _LayerLostError(Exception):
 class PrefixLoad:
     """The load of one prompt into a cache, and the forward behind it. For one thread.
 
-    *in_layers*: it may come layer by layer, where that saves enough by what the link and the
-    connector's ``learned`` say: the shorter of transfer and computing. Exact copies alone; one such
-    load at a time; not where the client's deadline may end it, nor over shared memory, where all
-    is in reach at once. Each layer is verified before the model sees it. When one is late or proves
-    wrong the forward is given up, and done again behind the chunks that are right in all layers.
+    With ``in_layers`` exact copies come layer by layer, where that saves enough by what the link
+    and the connector's ``learned`` say: the shorter of transfer and computing. Each layer is
+    verified before the model sees it. When one is late or proves wrong the forward is given up,
+    and done again behind the chunks that are right in all layers.
     """
 
-    def __init__(
-        self, link: Link, tokens: Sequence[int], cache: Cache, *, in_layers: bool = False
-    ) -> None:
+    def __init__(self, link: Link, call: Call, tokens: Sequence[int], cache: Cache) -> None:
+        self.call = call
         self.tokens = tokens
         self.cache: Any = cache
         self.prefix = Prefix()
         self.ends: list[Held] = []
         """What the cache had of its end on the way."""
+        self.in_layers = False
         self.to_compare: Cache | None = None
         """What was loaded, if that is to be compared with a full prefill."""
         self._link, self._connector = link, link.connector
-        self._in_layers = in_layers
         self._held: Held | None = None
         self._layers: Generator[Layer, None, None] | None = None
         self._counts: dict[int, int] = {}
         """Of each layer that came, the chunks that were right by then."""
         self._reason = ""
         self._spans: Sequence[Span] = ()
-        self._arriving: dict[int, Any] = {}
-        """The cache's layers, whose keys and values may be on their way."""
-        self._waited_s = self._began_s = 0.0
+        """The chunks that were asked for."""
         self._sizes: Sequence[int] = ()
-        """Bytes of the chunks that were asked for, as raw frames."""
+        """Bytes of them as raw frames."""
+        self._arriving: dict[int, Any] = {}
+        """The cache's layers that nothing has waited for yet."""
+        self.waited_s = self._began_s = 0.0
 
-    def load(self, call: Call) -> None:
+    def load(self) -> None:
         """Have the longest stored prefix in the cache, or on its way.
 
         For a deadline the model computes what loads too slowly. Raises what the model raises.
         """
-        link, cache, failed = self._link, self.cache, list[Exception]()
+        link, call, cache, failed = self._link, self.call, self.cache, list[Exception]()
         is_plain = link.staging is None and not link.shape.has_ends
         can_wait, within = is_plain and isinstance(cache, DynamicCache), None
         if can_wait and call.deadline_ms:
-            compute = self._beside(failed)
-            within = Deadline(call.deadline_ms / 1000, compute, began_s=call.began_s)
-        self._in_layers &= can_wait and within is None and not is_compiled(link.model)
+            within = Deadline(call.deadline_ms / 1000, self._beside(failed), 0, call.began_s)
+        self.in_layers &= can_wait and within is None and not is_compiled(link.model)
         read = partial(self._read, within)
         asked = Asked(len(self.tokens), link.shape.has_ends, within)
         with nullcontext() if link.staging is None else link.staging.lock:
@@ -261,16 +242,23 @@ class PrefixLoad:
         prefix, held, self._held = self.prefix, self._held, None
         if held is not None and prefix.hit_tokens:
             held.fill(cache, link.shape, prefix.hit_tokens)
-        if not self._is_on_its_way():
+        if self._layers is not None and not prefix.hit_tokens:
+            self._layers.close()
+            self._layers, link.is_doubted = None, True
+        if self._layers is None:
             self._count()
+        else:  # counted once all of it came, for which the cache's layers wait
+            self._arriving = {s.layer: cache.layers[s.layer] for s in link.shape.tokens}
+            for number, layer in self._arriving.items():
+                vars(layer)["update"] = partial(self._update, number)
         if failed:
             raise failed[-1]
-        notes_of(cache).exact_tokens = prefix.exact_tokens if prefix.lossy_tokens else None
+        caches.notes_of(cache).exact_tokens = prefix.exact_tokens if prefix.lossy_tokens else None
 
     def _beside(self, failed: list[Exception]) -> Callable[[range], None]:
-        """Return what computes chunks of the prompt while others load.
+        """Return what computes chunks, but for the last token, while others load.
 
-        The last token is left to generate from. What the model raises is in *failed*, too.
+        What the model raises is in *failed*, too.
         """
         model, chunk_tokens = self._link.model, self._connector.client.options.chunk_tokens
         ids = torch.tensor([self.tokens], device=model.device)[:, :-1]
@@ -279,7 +267,7 @@ class PrefixLoad:
             some = ids[:, chunks.start * chunk_tokens : chunks.stop * chunk_tokens]
             began_s = time.perf_counter()
             try:
-                last = forward(model, some, self.cache)
+                last = caches.forward(model, some, self.cache)
                 float(last[0, 0])  # the next is begun once this is done, on a device, too
             except Exception as error:
                 failed.append(error)
@@ -300,52 +288,47 @@ class PrefixLoad:
 
         With windows or states all of them have to come.
         """
-        link, client = self._link, self._connector.client
-        shape, staging = link.shape, link.staging
+        link, client, stated = self._link, self._connector.client, list[Stated]()
+        shape, wanted, self._spans = link.shape, keys[first:], spans[first:]
         self._held = held = self._held or Held.empty(shape, spans, link.model.device)
+        self._sizes = [raw_frame_bytes(self._layout(span)) for span in self._spans]
+        self._began_s = time.monotonic()
 
         def out(at: int, layout: KVLayout) -> Nested:
             return held.chunk(shape, layout, spans[first + at])
 
-        stated: list[Stated] = []
-        if staging is not None:
-            stated = staging.read(client, keys[first:], out, least)
-        elif shape.has_ends:
-            client.get_chunks(
-                keys[first:], lambda at, of: to_arrays(out(at, of)), accuracy=least, stated=stated
-            )
-        else:
-            layouts = [KVLayout.of(client.model, stop - at) for at, stop in spans]
-            rooms = [held.chunk(shape, *both) for both in zip(layouts, spans, strict=True)]
-            if within is not None:
-                tail_tokens = len(self.tokens) - spans[-1][1]
-                return self._connector._read_within(keys, rooms, first, least, within, tail_tokens)
-            self._spans = spans[first:]
-            self._sizes = list(map(raw_frame_bytes, layouts[first:]))
-            return self._read_plain(keys[first:], rooms[first:], least)
-        return () if shape.has_ends and len(stated) < len(keys) else stated
+        def rooms() -> list[Nested]:
+            return [held.chunk(shape, self._layout(span), span) for span in spans]
 
-    def _read_plain(
-        self, keys: Sequence[ChunkKey], rooms: Sequence[LayerTensors], least: Accuracy
-    ) -> Sequence[Stated]:
-        link, self._began_s = self._link, time.monotonic()
-        is_exact = least is Accuracy.exact
-        if self._in_layers and is_exact and self._pays() and link.layered.acquire(blocking=False):
+        if link.staging is not None:
+            stated = link.staging.read(client, wanted, out, least)
+        elif within is not None:
+            tail_tokens = len(self.tokens) - spans[-1][1]
+            return self._connector._read_within(keys, rooms(), first, least, within, tail_tokens)
+        elif not first and self._begins_layers(least):
             self._layers = self._drawn(keys, rooms)
             self._draw()
-            return [EXACT] * min(self._counts.values(), default=0)
-        stated: list[Stated] = []
-        self._connector.client.get_chunks(keys, rooms, accuracy=least, stated=stated)
-        link.meter.observe(sum(self._sizes[: len(stated)]), time.monotonic() - self._began_s)
-        link.is_doubted &= not stated
-        return stated
+            stated = [EXACT] * min(self._counts.values(), default=0)
+        else:
+            room = lambda at, layout: to_arrays(out(at, layout))  # noqa: E731
+            client.get_chunks(wanted, room, accuracy=least, stated=stated)
+            link.meter.observe(sum(self._sizes[: len(stated)]), time.monotonic() - self._began_s)
+            link.is_doubted &= not stated
+        return () if shape.has_ends and len(stated) < len(keys) else stated
+
+    def _layout(self, span: Span) -> KVLayout:
+        return KVLayout.of(self._connector.client.model, span[1] - span[0])
 
     # --- layer by layer
 
-    def _pays(self) -> bool:
+    def _begins_layers(self, least: Accuracy) -> bool:
+        """Whether to load layer by layer; if so ``link.layered`` is held."""
         client, prefill = self._connector.client, self._connector.learned.model()
+        may = self.in_layers and least is Accuracy.exact and not self._link.is_doubted
+        if not may or prefill is None:
+            return False
         transport = client._link.connected()
-        if transport.name == "shm" or prefill is None or self._link.is_doubted:
+        if transport.name == "shm":  # all is in reach at once
             return False
         held = min(self._spans[-1][1], len(self.tokens) - 1)
         compute_s = prefill.seconds(len(self.tokens) - held, held)
@@ -355,13 +338,14 @@ class PrefixLoad:
             # What is late then loses every chunk, of a whole load only those behind.
             and load_s <= client.options.deadline_ms / 2000
             and len(self._spans) <= transport.session.terms.max_batch_chunks
+            and self._link.layered.acquire(blocking=False)
         )
 
     def _drawn(
-        self, keys: Sequence[ChunkKey], rooms: Sequence[LayerTensors]
+        self, keys: Sequence[ChunkKey], rooms: Callable[[], Sequence[LayerTensors]]
     ) -> Generator[Layer, None, None]:
         try:
-            with closing(self._connector.client.get_chunk_layers(keys, rooms)) as layers:
+            with closing(self._connector.client.get_chunk_layers(keys, rooms())) as layers:
                 yield from layers
         finally:
             self._link.layered.release()
@@ -382,47 +366,24 @@ class PrefixLoad:
                 came_bytes = sum(self._sizes) * len(self._counts) // layers
                 self._link.meter.observe(came_bytes, now_s - self._began_s)
 
-    def _is_on_its_way(self) -> bool:
-        """Return whether more than a first layer is to come: the cache's then wait for it.
-
-        Such a prefix is counted once all of it came.
-        """
-        if self._layers is None:
-            return False
-        if not self.prefix.hit_tokens:
-            self._layers.close()
-            self._layers, self._link.is_doubted = None, True
-            return False
-        self._arriving = {s.layer: self.cache.layers[s.layer] for s in self._link.shape.tokens}
-        for number, layer in self._arriving.items():
-            vars(layer)["update"] = partial(self._update, number)
-        return True
-
     def _update(self, number: int, *new: Any, **more: Any) -> Any:
         """Do what the cache's layer does with *new* keys and values, once its own came."""
         self._wait(number)
-        return self._arriving[number].update(*new, **more)
+        return self.cache.layers[number].update(*new, **more)
 
     def _wait(self, number: int) -> None:
         """Return once layer *number* came. Raises what ends the forward, where it did not."""
-        began_s, layer = time.perf_counter(), vars(self._arriving[number])
-        if "update" not in layer:
-            return
+        began_s = time.perf_counter()
         while number not in self._counts and self._connector.ask(self._draw, False):
             pass
-        self._waited_s += time.perf_counter() - began_s
-        chunks = len(self.prefix.tiers)
-        if self._counts.get(number, 0) < chunks:
+        self.waited_s += time.perf_counter() - began_s
+        if self._counts.get(number, 0) < len(self.prefix.tiers):
             raise _LayerLostError(number)
-        del layer["update"]
-        if all(self._counts.get(own, 0) >= chunks for own in self._arriving):
+        del vars(self._arriving.pop(number))["update"]
+        if not self._arriving:
             assert self._layers is not None
             # Hold nothing twice: what grows is a copy.
             self._connector.ask(self._layers.close, None)
-
-    def note(self, tokens: int, seconds: float) -> None:
-        """Tell the connector that *tokens* took so many seconds, some of which were waited."""
-        self._connector.learned.observe(tokens, seconds - self._waited_s)
 
     def run(self, work: Callable[[], T]) -> T:
         """Return what *work*, the forward, makes of the cache; ``prefix`` is what was in it.
@@ -434,14 +395,14 @@ class PrefixLoad:
         with closing(self._layers):
             try:
                 found = work()
-                for number in self._arriving:
+                for number in [*self._arriving]:
                     self._wait(number)
             except _LayerLostError:
                 self._cut()
             else:
                 self._count()
                 return found
-        self._waited_s = 0.0
+        self.waited_s = 0.0
         return work()
 
     def _cut(self) -> None:
@@ -449,10 +410,11 @@ class PrefixLoad:
         self._link.is_doubted = True
         while self._connector.ask(self._draw, False):
             pass
-        chunks, was = min(self._counts.get(n, 0) for n in self._arriving), self.prefix
+        numbers, was = [shape.layer for shape in self._link.shape.tokens], self.prefix
+        chunks = min(self._counts.get(number, 0) for number in numbers)
         spans, tiers = self._spans[:chunks], was.tiers[:chunks]
         self.prefix = left = Prefix.of(spans, tiers, len(self.tokens), was.shared_tokens)
-        for layer in self._arriving.values():
+        for layer in (self.cache.layers[number] for number in numbers):
             vars(layer).pop("update", None)
             layer.keys = layer.keys[:, :, : left.hit_tokens]
             layer.values = layer.values[:, :, : left.hit_tokens]

@@ -175,7 +175,7 @@ def test_flat_pages_are_the_pages_of_the_pool_in_its_own_order(
         else:
             wanted = whole.narrow(first, 0, 1).flatten()
         flat = torch.zeros_like(wanted)
-        assert store.load(HASHES[:1], [store.flat(flat)]) == 1
+        assert store.load(HASHES[:1], [store.page(0, flat)]) == 1
         assert torch.equal(flat, wanted), layout
     assert (store.stats().existing_chunks, store.stats().stored_chunks) == (2, 0), "any writer's"
 

@@ -22,8 +22,7 @@ from helpers.torch_engine import (
 )
 from transformers import MistralConfig, MistralForCausalLM, PreTrainedModel
 
-from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.client.engines.transformers import connector as engine
+from kvstore.client.engines.transformers import TransformersConnector, generation, representation_of
 from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.proto.blend import ReuseReport, ShadowResult, accuracy_tag
 from kvstore.proto.errors import DeadlineError, InvalidRequestError
@@ -197,7 +196,7 @@ def test_a_gate_closes_by_itself_when_answers_are_too_far_from_those_of_a_full_p
     found = [reader.generate(PROMPT, greedy()).hit_tokens for _ in range(3)]
     assert found == [192] * 3, "which were compared, and near enough"
 
-    monkeypatch.setattr(engine, "comparison", lambda *_: report("coarse", 0.0))
+    monkeypatch.setattr(generation, "comparison", lambda *_: report("coarse", 0.0))
     hits = [reader.generate(PROMPT, greedy(), accuracy="approximate").hit_tokens for _ in range(3)]
     assert hits[:2] == [192, 64], "it closed with the first, and what followed was exact"
     assert connect("approximate").allowed(Accuracy.approximate).least is Accuracy.bounded

@@ -16,7 +16,7 @@ from helpers.prompts import store
 from helpers.redis_process import RedisProcess
 from structlog.testing import capture_logs
 
-from kvstore.cli.server import Look, directory_line, fetch_status
+from kvstore.cli.server import directory_line, fetch_status, look_at
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.directory import (
@@ -443,9 +443,9 @@ def test_nodes_find_what_lies_in_each_others_memory_until_it_is_deleted_and_stat
     where = f"127.0.0.1:{second.node.port}"
     assert (seen.node_id, seen.grpc_address) == ("b", where)
     assert seen.incarnation == directory_of(second).me.incarnation
-    line = directory_line(reply.directory)
+    shown = look_at("x", reply)["directory"]
+    line = directory_line(shown)
     assert line == f"directory: a, {reply.directory.announced} chunks named; sees b at {where}"
-    shown = Look("x", reply).as_dict()["directory"]
     assert (shown["standing"], shown["nodes"][0]["node_id"]) == ("known", "b")
     levels = {row[0]: row[3] for row in gauges(first.node.store, 0, directory_of(first))}
     assert (levels["directory_up"], levels["directory_nodes"]) == (1, 1)
