@@ -42,13 +42,7 @@ from kvstore.codecs.transcode import max_transcoded_bytes, transcode
 from kvstore.proto import native
 from kvstore.proto.buffers import LOOP_FROM_BYTES, Bytes, as_bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, UnknownCodecError
-from kvstore.proto.frame import (
-    FLAG_UNSUMMED,
-    FrameTemplate,
-    check_frame,
-    copy_frame,
-    parse_header,
-)
+from kvstore.proto.frame import FLAG_UNSUMMED, FrameTemplate, check_frame, copy_frame, parse_header
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.row_mask import Rows, SkippedRows
 from kvstore.proto.types import (
