@@ -6,12 +6,10 @@ is a process of its own on embedded defaults but for sizes and paths.
 
 from __future__ import annotations
 
-import gc
 import os
 import subprocess
 import sys
 import time
-import tracemalloc
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import lru_cache, partial
@@ -22,7 +20,7 @@ import numpy as np
 import redis
 
 from bench.lib import workload
-from bench.lib.bare import bare_read, looked_at, raw_stream, ring_put, steps_of, summed_get
+from bench.lib.bare import raw_stream
 from bench.lib.report import Part, Report, gbps, in_turns, paired, run_parts, timed
 from bench.lib.workload import MIB, MODEL, SMALL, TINY, check, joined, put_all, rooms
 from kvstore.client import Chunk, Client
@@ -31,15 +29,8 @@ from kvstore.client.connection import Connection
 from kvstore.client.session import Session
 from kvstore.client.transports.tcp import Entrance, FrameStream
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.frame import raw_frame_bytes
-from kvstore.proto.keys import chain_digests
-from kvstore.proto.types import DIGEST_BYTES, ROOT, ChunkInfo, ChunkKey, KVLayout, PutOutcome
-from kvstore.server.eviction.lru import LruEviction
-from kvstore.server.index.catalog import Catalog
-from kvstore.server.index.holds import Leases
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, PutOutcome
 from kvstore.server.main import keep_freed_memory
-from kvstore.tiers.cpu import CpuTier
-from kvstore.tiers.disk import DiskTier
 
 CHUNKS = 16
 PROMPT_CHUNKS = 32
@@ -49,9 +40,6 @@ FLOOD_CHUNKS = 30
 BURST_CHUNKS = 2000
 LOOKUP_TOKENS = 128 * 1024
 LEASE_CHUNKS = 128
-LEASE_PACKETS_BYTES = (LEASE_CHUNKS * 16 + 64, LEASE_CHUNKS * (32 + 5) + 96)
-"""A lease's question and answer: a digest for each chunk; a place, a tier and a time for each."""
-METADATA_CHUNKS = 20_000
 STALLED_READERS, SESSIONS = 64, 5
 """Readers, of so many sessions: one may have 16 streams."""
 MEMORY = ("--tiers", "cpu", "--cpu", "1GiB")
@@ -71,39 +59,12 @@ def bench_import(report: Report, _folder: Path) -> None:
     report.add("import_mb", max(sizes) / MIB, "resident", "bar 150 MB")
 
 
-def bench_metadata(report: Report, folder: Path) -> None:
-    """Traced bytes of everything kept per chunk that lies in CPU memory and on disk."""
-    count, layout = METADATA_CHUNKS, KVLayout.of(TINY, 16)
-    size = raw_frame_bytes(layout)
-    cpu = CpuTier(count * (size + 4096), 64 * MIB)
-    tiers = [cpu, DiskTier((folder / "meta", count * (size + 8192)))]
-    policies = {tier.name: LruEviction() for tier in tiers}
-    catalog = Catalog(policies, Leases(1, lambda: 1), 1, time.monotonic)
-    digests = chain_digests(list(range(256 * count)))
-    tracemalloc.start()
-    before, _ = tracemalloc.get_traced_memory()
-    for digest, parent in zip(digests, [ROOT, *digests], strict=False):
-        info = ChunkInfo(ChunkKey(bytes(16) + digest), parent, layout, 0, size)
-        for tier in tiers:
-            tier.seal(tier.reserve(info))
-            catalog.note_sealed(tier.name, info)
-    for tier in tiers:
-        tier.flush()
-    gc.collect()  # written rows and their batch name one another
-    after, _ = tracemalloc.get_traced_memory()
-    tracemalloc.stop()
-    for tier in tiers:
-        tier.close()
-    report.add("metadata_bytes_per_chunk", (after - before) / count, "CPU + disk copy", "reported")
-
-
 def bench_transport(report: Report, _folder: Path) -> None:
     with workload.serving(*MEMORY) as (address, _pid):
         with workload.connect(address, MODEL, transport="shm") as client:
             keys, chunks = workload.make_chunks(client, PROMPT_CHUNKS, 1)
             size, out = workload.chunk_bytes(chunks), rooms(MODEL, PROMPT_CHUNKS)
-            parts = workload.arrays_of(chunks)
-            pairs = list(zip(workload.arrays(out), parts, strict=True))
+            pairs = list(zip(workload.arrays(out), workload.arrays_of(chunks), strict=True))
 
             def copy() -> None:
                 for room, part in pairs:
@@ -111,25 +72,17 @@ def bench_transport(report: Report, _folder: Path) -> None:
 
             copy()
             turns = []
-            with ring_put(steps_of(parts)) as bare:
-                for _ in range(REPEATS):
-                    put_s = timed(partial(put_all, client, chunks))
-                    turns.append((put_s, timed(copy), timed(bare)))
-                    client.delete(keys=keys)
-            ours_s, copy_s, bare_s = map(min, zip(*turns, strict=True))
-            copied = f"memcpy {gbps(size, copy_s)}"
-            ours, ring = f"put {gbps(size, ours_s)}", f"two processes, a ring {gbps(size, bare_s)}"
-            report.add("shm_put_vs_memcpy", copy_s / ours_s, ours, f"{copied}, bar 0.6")
-            report.add("shm_put_limit_vs_memcpy", copy_s / bare_s, ring, copied)
+            for _ in range(REPEATS):
+                turns.append((timed(partial(put_all, client, chunks)), timed(copy)))
+                client.delete(keys=keys)
+            ours_s, copy_s = map(min, zip(*turns, strict=True))
+            words = f"put {gbps(size, ours_s)}", f"memcpy {gbps(size, copy_s)}, bar 0.6"
+            report.add("shm_put_vs_memcpy", copy_s / ours_s, *words)
             put_all(client, chunks)
             get = partial(workload.get_all, client, keys, out)
-            with summed_get(steps_of(workload.arrays(out))) as bare:
-                turns = [(timed(bare), timed(copy), timed(get)) for _ in range(REPEATS)]
-            bare_s, copy_s, ours_s = map(min, zip(*turns, strict=True))
-            copied = f"memcpy {gbps(size, copy_s)}"
-            ours, two = f"get {gbps(size, ours_s)}", f"two threads, summed {gbps(size, bare_s)}"
-            report.add("shm_get_vs_memcpy", copy_s / ours_s, ours, f"{copied}, bar 0.95")
-            report.add("shm_get_limit_vs_memcpy", copy_s / bare_s, two, copied)
+            copy_s, ours_s = paired(copy, get, REPEATS)
+            words = f"get {gbps(size, ours_s)}", f"memcpy {gbps(size, copy_s)}, bar 0.95"
+            report.add("shm_get_vs_memcpy", copy_s / ours_s, *words)
             check(chunks, out)
         with workload.connect(address, MODEL, transport="grpc") as client:
             get = partial(workload.get_all, client, keys, out)
@@ -236,12 +189,8 @@ def bench_disk(report: Report, folder: Path) -> None:
             read = partial(timed, lambda: os.preadv(file.fileno(), [out.data], 0))
             get = partial(get_from, client, "disk", chunks, keys)
             ratio, get_s, read_s = in_turns(get, read, REPEATS)
-            with bare_read(file.fileno(), steps_of([out]), summed=True) as bare:
-                limit, bare_s, _s = in_turns(partial(timed, bare), read, REPEATS)
     ours, theirs = f"get {gbps(len(out), get_s)}", f"preadv {gbps(len(out), read_s)}, bar 0.9"
     report.add("disk_get_vs_pread", ratio, ours, theirs)
-    two = f"two threads, read and summed {gbps(len(out), bare_s)}"
-    report.add("disk_get_limit_vs_pread", limit, two, "as above")
 
 
 def bench_redis(report: Report, folder: Path) -> None:
@@ -308,19 +257,16 @@ def bench_lease(report: Report, _folder: Path) -> None:
     with joined(*MEMORY, model=SMALL) as client:
         keys, chunks = workload.make_chunks(client, LEASE_CHUNKS, 6)
         client.put_chunks(chunks)
-        times_s, bare_s = [], []
-        with looked_at(LEASE_CHUNKS, *LEASE_PACKETS_BYTES) as look:
-            for _ in range(5 * REPEATS):
-                bare_s.append(timed(look))
-                started_s = time.perf_counter()
-                with client.lease(keys=keys) as lease:
-                    views = [lease.view(index) for index in range(len(keys))]
-                    first = [view.layer(0)[0, 0, 0, 0] for view in views if view is not None]
-                    times_s.append(time.perf_counter() - started_s)
-                assert len(first) == len(keys)
+        times_s = []
+        for _ in range(5 * REPEATS):
+            started_s = time.perf_counter()
+            with client.lease(keys=keys) as lease:
+                views = [lease.view(index) for index in range(len(keys))]
+                first = [view.layer(0)[0, 0, 0, 0] for view in views if view is not None]
+                times_s.append(time.perf_counter() - started_s)
+            assert len(first) == len(keys)
     bar = f"bar {300 + 3 * LEASE_CHUNKS} us"
     report.add("lease_128_us", 1e6 * median(times_s), "median, first element of each", bar)
-    report.add("lease_128_limit_us", 1e6 * median(bare_s), "a bare exchange and look", "as above")
 
 
 def bench_burst(report: Report, folder: Path) -> None:
@@ -357,7 +303,6 @@ PARTS: dict[str, Part] = {
     "import": bench_import,
     "burst": bench_burst,
     "stalled": bench_stalled,
-    "metadata": bench_metadata,
 }
 
 

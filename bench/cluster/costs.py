@@ -58,7 +58,7 @@ def measure() -> Costs:
     lookup_s, hit = _lookup_s(), hit_against_raw(PEER_CHUNKS, 3)
     with redis_server() as port, redis.Redis(port=port) as link:
         directory, data = _directory(link, port), _data(link)
-    return Costs(lookup_s, *directory, *data, hit.size_bytes / hit.straight_s)
+    return Costs(lookup_s, *directory, *data, hit.size_bytes / hit.hit_s)
 
 
 def _lookup_s() -> float:

@@ -17,6 +17,9 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from threading import Timer
+from typing import Any
+
+from bench.lib import ROOT
 
 PINS = Path(__file__).parents[1] / "peers" / "pins"
 INSTALL_TIMEOUT_S, START_TIMEOUT_S, ANSWER_TIMEOUT_S, GRACE_S = 1200, 60, 120, 10.0
@@ -101,6 +104,18 @@ def free_port() -> int:
 
 
 @contextmanager
+def child(*command: str | Path) -> Iterator[tuple[int, str]]:
+    """Run a program of ours until the block ends; yield its pid, and the first line it prints."""
+    pipe = subprocess.PIPE
+    with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as process:
+        assert process.stdout is not None
+        try:
+            yield process.pid, process.stdout.readline()
+        finally:
+            end(process)
+
+
+@contextmanager
 def serving_peer(command: Command, ports: Sequence[int], log: Path) -> Iterator[None]:
     """Run a server until the block ends; it is up once it accepts on all *ports*."""
     with log.open("wb") as out:
@@ -119,14 +134,14 @@ def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise PeerSkippedError(f"did not start: {last_line(log.read_text(errors='replace'))}")
+            raise PeerSkippedError(f"did not start: {last_words(log)}")
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
         time.sleep(0.05)
     raise PeerSkippedError(f"did not listen within {START_TIMEOUT_S} s")
 
 
-def end(process: subprocess.Popen[bytes], grace_s: float = GRACE_S) -> None:
+def end(process: subprocess.Popen[Any], grace_s: float = GRACE_S) -> None:
     """End *process*, by its pid; return once it is gone."""
     process.terminate()
     try:
@@ -150,9 +165,7 @@ class Asked:
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
         except OSError:
-            raise PeerSkippedError(
-                f"its client ended: {last_line(self.log.read_text(errors='replace'))}"
-            ) from None
+            raise PeerSkippedError(f"its client ended: {last_words(self.log)}") from None
 
     def answer(self) -> dict[str, float]:
         """Return its next line of JSON, past what else it prints.
@@ -169,9 +182,7 @@ class Asked:
                     return found
         finally:
             watch.cancel()
-        raise PeerSkippedError(
-            f"its client ended: {last_line(self.log.read_text(errors='replace'))}"
-        )
+        raise PeerSkippedError(f"its client ended: {last_words(self.log)}")
 
     def ask(self, line: str) -> dict[str, float]:
         self.tell(line)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from bench.lib import ROOT
-from bench.lib.processes import free_port, serving_peer
+from bench.lib.processes import child, free_port, serving_peer
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.chunk import LayerTensors, parents
 from kvstore.codecs.base import empty_tensors
@@ -52,20 +50,12 @@ TINY = model_of("tiny", 1, 1, 8)
 def serving(*flags: str) -> Iterator[tuple[str, int]]:
     """Run a server process; yield its address and pid."""
     with TemporaryDirectory() as folder:
-        command = [
-            *(sys.executable, "-m", "kvstore.server", "--listen", "127.0.0.1:0"),
-            *("--log-level", "error", "--socket", f"{folder}/kv.sock", *flags),
-        ]
-        with subprocess.Popen(command, stdout=subprocess.PIPE, text=True) as process:
-            try:
-                assert process.stdout is not None
-                line = process.stdout.readline()
-                if "listening on" not in line:
-                    raise RuntimeError(f"the server did not start: {line!r}")
-                yield line.split()[3], process.pid
-            finally:
-                process.terminate()
-                process.wait(30)
+        command = [sys.executable, "-m", "kvstore.server", "--listen", "127.0.0.1:0"]
+        command += ["--log-level", "error", "--socket", f"{folder}/kv.sock", *flags]
+        with child(*command) as (pid, line):
+            if "listening on" not in line:
+                raise RuntimeError(f"the server did not start: {line!r}")
+            yield line.split()[3], pid
 
 
 def connect(address: str, model: Model, **options: Any) -> Client:
@@ -156,14 +146,8 @@ link.close()
 @contextmanager
 def slow_link(port: int, gbits: float) -> Iterator[int]:
     """Run a link of *gbits* a second to *port* in a process; yield the port of its near end."""
-    command = [sys.executable, "-c", _LINK, str(port), str(gbits * 125e6)]
-    with subprocess.Popen(
-        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=ROOT
-    ) as process:
-        assert process.stdout is not None
-        assert process.stdin is not None
-        yield int(process.stdout.readline())
-        process.stdin.close()
+    with child(sys.executable, "-c", _LINK, str(port), str(gbits * 125e6)) as (_, line):
+        yield int(line)
 
 
 Load = tuple[ChunkInfo, Bytes]

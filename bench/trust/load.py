@@ -12,6 +12,7 @@ from __future__ import annotations
 import gc
 import json
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -26,6 +27,7 @@ import grpc
 import numpy as np
 
 from bench.lib import ROOT
+from bench.lib.processes import child
 from bench.lib.report import Report, timed
 from bench.lib.workload import TINY, connect, make_chunks, serving
 from kvstore.cli.demo.demo import ServerChild
@@ -319,11 +321,11 @@ def _restart(report: Report, folder: Path) -> None:
         place.mkdir()
         _fill(place / "disk", size, chunks)
         flags = ["--tiers", "cpu,disk", "--cpu", "64MiB", "--disk", f"{size}:{place / 'disk'}"]
-        child, starts = ServerChild(place, flags), []
+        server, starts = ServerChild(place, flags), []
         for _ in range(3):
-            starts.append(timed(child.start))
-            assert f"recovered_chunks={chunks}" in child.greeting
-            child.kill()
+            starts.append(timed(server.start))
+            assert f"recovered_chunks={chunks}" in server.greeting
+            server.kill()
         times.append(min(starts))
     text = f"{HELD_CHUNKS} chunks of 256 KiB found again, beyond an empty start of {times[0]:.2f} s"
     each = (times[1] - times[0]) * 10e9 / (HELD_CHUNKS * FRAME_BYTES)
@@ -356,19 +358,14 @@ time.sleep(600)
 def _deaths(report: Report, folder: Path) -> None:
     slowest = 0.0
     with (
-        ServerChild(folder, ["--tiers", "cpu", "--cpu", "64MiB"]) as child,
-        connect(child.address, TINY, transport="grpc") as client,
+        ServerChild(folder, ["--tiers", "cpu", "--cpu", "64MiB"]) as server,
+        connect(server.address, TINY, transport="grpc") as client,
     ):
         client.put_chunks(make_chunks(client, 8, seed=1)[1])
         for _ in range(DEATHS):
-            with subprocess.Popen(
-                [sys.executable, "-c", HOLD, child.address], cwd=ROOT, stdout=subprocess.PIPE
-            ) as process:
-                try:
-                    assert process.stdout is not None
-                    assert process.stdout.readline() == b"holding\n"
-                finally:
-                    process.kill()
+            with child(sys.executable, "-c", HOLD, server.address) as (pid, line):
+                assert line == "holding\n"
+                os.kill(pid, signal.SIGKILL)
                 started = time.perf_counter()
                 while client.status().leases:
                     time.sleep(0.002)

@@ -48,11 +48,10 @@ from kvstore.proto.types import EXACT, Accuracy, ChainDigest, ChunkKey, Match, P
 class ConnectorStats:
     """What a connector did since its birth. Errors are counted by the name of their class.
 
-    Of each prompt looked up, every token is a hit or a miss. ``lost_chunks`` were ready when
-    asked for and not read: late, evicted or damaged; ``slow_chunks`` were sooner computed.
-    ``lossy_hit_tokens``: hits from the first chunk of a lossy copy on; ``lossy_unstored_chunks``
-    were computed behind such a one, and so not stored; ``gated_chunks`` came and were not used, for
-    the gate of a codec was shut.
+    ``lost_chunks`` were ready when asked for and not read: late, evicted or damaged;
+    ``slow_chunks`` were sooner computed. ``lossy_hit_tokens``: from the first chunk of a lossy copy
+    on; ``lossy_unstored_chunks`` were computed behind one, and so not stored; ``gated_chunks`` came
+    and were not used, for the gate of a codec was shut.
     """
 
     lookups: int
@@ -90,17 +89,16 @@ better; returns what the copy of each that was read states. Its room stays the s
 class Connector:
     """Loads prefixes from a store and stores what was computed. Thread-safe.
 
-    An engine's adapter is a subclass of it in a file of its own; ``tests/contracts/connector.py``
-    runs one suite over all of them. With *durable* a store returns once its chunks would
-    survive a power cut. *token_flops* is about what the engine spends on one token. A load ends
-    where computing the rest is sooner, by the store's own estimates and by what the engine takes:
-    *prefill*, or what ``learned`` has seen; until it has, everything in reach is loaded. With a
-    *shard* ``read_into`` and ``write`` are of what one rank of the engine has.
+    With *durable* a store returns once its chunks would survive a power cut. *token_flops* is about
+    what the engine spends on one token. A load ends where computing the rest is sooner, by the
+    store's own estimates and by what the engine takes: *prefill*, or what ``learned`` has seen;
+    until it has, everything in reach is loaded. With a *shard* ``read_into`` and ``write_each`` are
+    of what one rank of the engine has.
 
     *accuracy*: which copies are read: ``exact`` ones, ``bounded`` ones, whose codec states how far
     they are from what was put, or ``approximate`` ones, any, while the gate of the model and of the
-    codec that made them is open.
-    Whatever is computed behind a lossy copy is never stored: it would be taken for exact.
+    codec that made them is open. What is computed behind a lossy copy is never stored: it would be
+    taken for exact.
 
     A server that does not answer costs a load or a store one deadline of the client, and the
     following ones nothing until ``retry_after_ms`` have passed.
@@ -274,8 +272,7 @@ class Connector:
     def allowed(self, least: Accuracy) -> Allowed:
         """Return which copies may be read of *least* or better. Never raises.
 
-        Of those without a bound, those by codecs whose gates the server has open at this moment:
-        comparisons with full prefills say that they do.
+        Of those without a bound, those by codecs whose gates the server has open at this moment.
         """
         if least is not Accuracy.approximate:
             return Allowed(least)
@@ -421,10 +418,7 @@ class Connector:
     def write_each(
         self, chunks: Callable[[], Sequence[Chunk]], hints: Hints = NO_HINTS
     ) -> list[PutOutcome]:
-        """Put what *chunks* returns; return what came of each, nothing if it failed.
-
-        *hints* are of all of them. Never raises.
-        """
+        """Put what *chunks* returns; return what came of each, nothing if that failed."""
 
         def put() -> list[PutOutcome]:
             puts = self.client.put_chunks(

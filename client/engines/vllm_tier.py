@@ -147,8 +147,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def submit_store(self, job_metadata: Any) -> None:
         """Begin to store chunks, which vLLM keeps in place until the job is over.
 
-        Where others wait and it is too much beside them, it fails. Alone any job has room: what a
-        long prompt fills in one step is one.
+        It fails where it is too much beside others that wait; alone any job has room.
         """
         with self._changes:
             is_full = self._waiting and self._waiting + len(job_metadata.keys) > self._room
@@ -252,10 +251,7 @@ if "KVStoreTier" not in SecondaryTierFactory._registry:
 
 
 def tier_model(config: Any, chunk_bytes: int, model_revision: str) -> Model:
-    """Return the identity of chunks of *chunk_bytes* under vLLM's OffloadingConfig *config*.
-
-    Raises ModelError without *model_revision*, and for bytes that fill no rows.
-    """
+    """Return the identity of chunks under vLLM's OffloadingConfig *config*. Raises ModelError."""
     if not model_revision:
         raise ModelError("model_revision", "", "vLLM does not pass it on: give it")
     parallel = config.parallel

@@ -124,6 +124,8 @@ class ShmTransport(Transport):
     @contextmanager
     def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
         request = self.request(plan, pb.VIA_SHARED_MEMORY)
+        # Frames that are copied at once are right if their memory's generation is so afterwards.
+        request.no_lease = not (plan.lease_id or plan.ranges or plan.layer_major)
         with ExitStack() as stack:
             if plan.ranges:
                 yield Arrivals(self._ranges(self.replies(stack, request), plan.ranges))
@@ -168,14 +170,10 @@ class ShmTransport(Transport):
 
         Return the first chunk that another server should have sent and did not, if one did not.
         """
-        assembler: FrameAssembler | None = None
-        index = first
+        assembler = FrameAssembler(self.session.terms.max_frame_bytes)
         for reply in replies:
             if reply.HasField("part"):
-                assembler = assembler or FrameAssembler(self.session.terms.max_frame_bytes)
-                assembler.next_index = index - first
                 whole = assembler.take(arrival_of(reply))
-                index = first + assembler.next_index
                 if whole is not None:
                     yield replace(whole, index=first + whole.index)
                 continue
@@ -194,6 +192,7 @@ class ShmTransport(Transport):
                     )
                     if left is not None:
                         return left
+            assembler.next_index = index - first
         return None
 
     def _arrival(self, index: int, tier: str, place: Place) -> Arrival:

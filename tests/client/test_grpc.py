@@ -12,7 +12,7 @@ from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, SMALL, assert_reads, store
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.connection import CircuitBreaker, Connection, Until, translate
+from kvstore.client.connection import CircuitBreaker, Connection, Pool, Until, translate
 from kvstore.client.session import Session
 from kvstore.client.transports.grpc import StreamTransport
 from kvstore.proto import kvstore_pb2 as pb
@@ -152,6 +152,78 @@ def test_calls_that_wait_at_the_same_time_count_once() -> None:
         assert gate.note(DeadlineError("late"), short) == is_open
     clock.now += 0.6
     assert gate.note(DeadlineError("late"), short), "a server that is dead costs once"
+
+
+class Link:
+    """A connection of a pool; ``ends`` are what was done to it."""
+
+    def __init__(self, within_s: float) -> None:
+        self.within_s = within_s
+        self.ends: list[str] = []
+
+    def is_broken(self) -> bool:
+        return "broken" in self.ends
+
+    def wake(self, error: KVStoreError) -> None:
+        self.ends.append(str(error))
+
+    def close(self) -> None:
+        self.ends.append("closed")
+
+
+def test_a_pool_rests_after_a_failure_as_long_as_its_connections_had_time() -> None:
+    clock, given = Clock(), list[float]()
+
+    def refuse(within_s: float) -> Link:
+        given.append(within_s)
+        raise TierUnavailableError("server", "refused")
+
+    pool = Pool(2, refuse, 2.0, 30.0, clock)
+    for within_s, rest_s in ((9.0, 30.0), (0.1, 1.5)):
+        with pytest.raises(TierUnavailableError):
+            pool.take(within_s)
+        clock.now += rest_s - 0.01
+        assert not pool.is_ready()
+        assert pool.take(9.0) is None
+        clock.now += 0.02
+        assert pool.is_ready()
+    assert given == [2.0, 0.1]
+
+
+def test_a_pool_takes_back_what_is_clean_and_makes_no_more_than_it_may() -> None:
+    pool = Pool(2, Link, 2.0, 30.0)
+    one, other = pool.take(1.0), pool.take(1.0)
+    assert one
+    assert other
+    assert pool.take(1.0) is None
+    assert not pool.is_ready()
+    pool.give_back(one, is_clean=True)
+    assert pool.take(1.0) is one
+    pool.give_back(one, is_clean=False)
+    assert one.ends == ["closed"]
+    pool.give_back(other, is_clean=True)
+    other.ends.append("broken")  # while it lay idle
+    third = pool.take(1.0)
+    assert third not in (None, other)
+    assert other.ends == ["broken", "closed"]
+    pool.close()
+    assert third.ends == ["the client is closed"], "its call is at work"
+    pool.give_back(third, is_clean=True)
+    assert third.ends[1:] == ["closed"]
+    assert pool.take(1.0) is None
+
+
+def test_a_pool_that_closes_while_it_connects_keeps_nothing() -> None:
+    made: list[Link] = []
+
+    def connect(within_s: float) -> Link:
+        pool.close()
+        made.append(Link(within_s))
+        return made[-1]
+
+    pool = Pool(2, connect, 2.0, 30.0)
+    assert pool.take(1.0) is None
+    assert made[0].ends == ["closed"]
 
 
 ServerMaker = Callable[..., LocalServer]

@@ -175,10 +175,7 @@ class GroupPages:
 
 
 class EnginePages:
-    """The pages of every layer in CPU memory, in the order of the shape's groups.
-
-    Raises LayoutMismatchError at birth for pages that are not understood.
-    """
+    """The pages of every layer in CPU memory. Raises LayoutMismatchError for unknown ones."""
 
     def __init__(
         self,
@@ -247,10 +244,9 @@ def components_of(
 
 
 class BlockTarget:
-    """Where one chunk goes that is loaded into an engine's *pages* in CPU memory.
+    """Where one chunk goes that is loaded into an engine's *pages*, the blocks in its *tables*.
 
-    *tables*: the blocks of the chunk in each of the request's block tables. The first
-    *kept_blocks* of them hold what the engine found in its own cache, and may be in use: they are
+    The first *kept_blocks* hold what the engine found in its own cache, and may be in use: they are
     not written to, nor are null blocks. What cannot go straight into blocks for that spills into
     memory of its own, and is brought in by ``finish``.
     """
@@ -264,10 +260,7 @@ class BlockTarget:
         self._spill: list[tuple[Part, Part, list[int]]] = []
 
     def tensors(self, layout: KVLayout) -> AnyTensors:
-        """Return where the tensors of the chunk, which is of *layout*, go.
-
-        Raises LayoutMismatchError when it does not have what this load needs of it.
-        """
+        """Return where the tensors of the chunk go. Raises what ``components_of`` does."""
         self._spill.clear()  # of a read that was begun again
         wanted = components_of(self._pages.shape, layout, self._tables)
         return [
@@ -367,10 +360,7 @@ class HostSide:
         self.idle: list[BlockGather] = []
 
     def copies(self, chunks: Sequence[BlockTables]) -> list[BlockCopy]:
-        """Begin to copy *chunks*, or the first of them that there is memory for.
-
-        For the engine's thread, at the end of a step.
-        """
+        """Begin to copy *chunks*, or the first of them that there is room for; after a step."""
         return [BlockCopy(self, tables) for tables in chunks]
 
     def mark(self) -> Event | None:
@@ -397,10 +387,7 @@ class HostSide:
     def put_near(
         self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[object], hints: Hints
     ) -> set[int]:
-        """Put copies that no host memory has to have; return the numbers of those that are there.
-
-        *chunks* returns what they are, without tensors.
-        """
+        """Put copies that need no host memory; return the numbers of those that are there."""
         return set()
 
     def take(self) -> BlockGather:
@@ -456,10 +443,7 @@ class BlockGather:
         ]
 
     def take(self, tables: BlockTables) -> Staged | None:
-        """Copy the chunk whose blocks *tables* name; return what there is of it, if anything.
-
-        Windows that the engine has given up already are left out.
-        """
+        """Copy the chunk whose blocks *tables* name; return what the engine still has of it."""
         has_windows = windows_left(self._shape, tables)
         if has_windows is None:
             return None

@@ -89,9 +89,7 @@ class WorkerMetadata(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
 
 
 class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
-    """One side of the connector: the scheduler's, or that of one worker. vLLM calls each for what
-    is its own.
-    """
+    """The scheduler's side of the connector, or that of one worker: vLLM calls what is its own."""
 
     _scheduler: VllmScheduler
     _worker: VllmWorker
@@ -103,7 +101,7 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         settings = VllmSettings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
         self._tables = FollowedTables()
         self._registered: dict[str, torch.Tensor] = {}
-        self._dropped: dict[str, torch.Tensor] = {}
+        self._is_dropped = False
         if warning := untested():
             logger.warning(warning)
         is_scheduler = role == base.KVConnectorRole.SCHEDULER
@@ -195,21 +193,15 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         if refusal := self._worker.register(pages, self._writer):
             logger.error("running without the store: %s", refusal)
 
-    @classmethod
-    def supports_sleep_mode(cls, kv_transfer_config: Any) -> bool:
-        """Pages may be given up and come back; releases below 0.33 do not call for it."""
-        return True
-
     def unregister_kv_caches(self) -> None:
         """Let go of the pages before they are given up."""
-        if self._worker.drop_pages():
-            self._dropped, self._registered = self._registered, {}
+        self._is_dropped |= self._worker.drop_pages()
 
     def restore_kv_caches(self) -> None:
         """Take the pages again once they are back."""
-        if self._dropped:
-            dropped, self._dropped = self._dropped, {}
-            self.register_kv_caches(dropped)
+        if self._is_dropped:
+            self._is_dropped = False
+            self.register_kv_caches(self._registered)
 
     def _writer(self, layer_name: str) -> BlockWriter:
         layers = self._vllm_config.compilation_config.static_forward_context
@@ -269,15 +261,9 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return StoreStats(data or {})
 
     @classmethod
-    def build_prom_metrics(
-        cls,
-        vllm_config: VllmConfig,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> KVConnectorPromMetrics:
+    def build_prom_metrics(cls, *terms: Any) -> KVConnectorPromMetrics:
         """Return what exports the counts with vLLM's own metrics."""
-        return StoreMetrics(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+        return StoreMetrics(*terms)
 
     def shutdown(self) -> None:
         """End the threads and the clients, after a moment for stores under way."""
@@ -463,14 +449,8 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]
 class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
     """One counter, ``vllm:kvstore_events_total``, whose label ``event`` is the name of a count."""
 
-    def __init__(
-        self,
-        vllm_config: Any,
-        metric_types: dict[type, type],
-        labelnames: list[str],
-        per_engine_labelvalues: dict[int, list[object]],
-    ) -> None:
-        super().__init__(vllm_config, metric_types, labelnames, per_engine_labelvalues)
+    def __init__(self, config: Any, types: Any, labelnames: list[str], values: Any) -> None:
+        super().__init__(config, types, labelnames, values)
         self._events = self._counter_cls(
             name="vllm:kvstore_events",
             documentation="What the connector of kvstore counted.",
@@ -504,11 +484,9 @@ def untested() -> str:
 
 
 def check_loads_can_fail(shape: KVCacheShape) -> None:
-    """Raise ModelError where vLLM would take a load that failed for a whole one.
-
-    Of several block tables, or of windows, it has to compute all: blocks are not enough.
-    """
-    if (shape.has_ends or shape.tables > 1) and TransferResults is None:
+    """Raise ModelError where vLLM would take a load that failed for a whole one: of several block
+    tables, or of windows, it has to compute all."""
+    if shape.all_or_nothing and TransferResults is None:
         what = "sliding windows" if shape.has_ends else f"{shape.tables} KV cache groups"
         fix = f"vLLM {vllm.__version__} takes no report of a failed load of it; 0.30 does"
         raise ModelError("kv_cache_groups", what, fix)

@@ -24,16 +24,7 @@ from kvstore.client.chunk import Chunk, DeviceChunk, Shard
 from kvstore.client.cuda import CudaClient, DeviceRing
 from kvstore.client.device_reads import DeviceReader
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm.blocks import (
-    NULL_BLOCK,
-    BlockWriter,
-    LoadJob,
-    Staged,
-    batch_chunks,
-    block_layouts_of,
-    components_of,
-    windows_left,
-)
+from kvstore.client.engines.vllm import blocks
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.messages import BlockTables
 from kvstore.client.transports.base import Put
@@ -69,9 +60,9 @@ class EngineDevicePages:
         self,
         shape: KVCacheShape,
         registered: Mapping[str, torch.Tensor],
-        writer: Callable[[str], BlockWriter],
+        writer: Callable[[str], blocks.BlockWriter],
     ) -> None:
-        layouts = block_layouts_of(shape, registered, writer)
+        layouts = blocks.block_layouts_of(shape, registered, writer)
         self.shape = shape
         some = next(iter(registered.values()))
         if {pages.shape[2] for pages in registered.values()} != {some.shape[2]}:
@@ -114,8 +105,8 @@ class EngineDevicePages:
         found = []
         for table in range(len(chunks[0])):
             ids = np.array([block for chunk in chunks for block in chunk[table]], np.int64)
-            ids[:kept_blocks] = NULL_BLOCK
-            skipped = ids == NULL_BLOCK
+            ids[:kept_blocks] = blocks.NULL_BLOCK
+            skipped = ids == blocks.NULL_BLOCK
             if self._ratio > 1:
                 ids = (ids[:, None] * self._ratio + np.arange(self._ratio)).ravel()
                 skipped = np.repeat(skipped, self._ratio)
@@ -147,7 +138,7 @@ class DeviceCopy:
         self.slot = slot
         self.has_windows = has_windows
         self.gathered: Event | None = None
-        self.result: Staged | None = None
+        self.result: blocks.Staged | None = None
         self._host: _Slot | None = None
         self._brought: Event | None = None
 
@@ -164,7 +155,7 @@ class DeviceCopy:
         self._brought.synchronize()
         self._free_slot()
         header = self._side.headers[self._side.layouts[self.has_windows]]
-        self.result = Staged(self._host.tensors(header), self.has_windows)
+        self.result = blocks.Staged(self._host.tensors(header), self.has_windows)
 
     def _free_slot(self) -> None:
         if self.slot is not None:
@@ -224,7 +215,7 @@ class DeviceSide:
         """Those of the ring that are free; taken by the engine's thread alone."""
         self._down = self.device.stream()
         self._ends: list[Callable[[], None]] = []
-        self.host = self._host_slots(1 + batch_chunks(self.chunk_bytes))
+        self.host = self._host_slots(1 + blocks.batch_chunks(self.chunk_bytes))
         """What is free of the host's; taken by the thread that stores alone."""
         self._load_host = self._host_slots(LOAD_SLOTS)
 
@@ -264,7 +255,7 @@ class DeviceSide:
         found: list[DeviceCopy] = []
         gathered: list[tuple[DeviceCopy, int, BlockTables]] = []
         for tables in chunks:
-            has_windows = windows_left(self._pages.shape, tables)
+            has_windows = blocks.windows_left(self._pages.shape, tables)
             if has_windows is None:
                 found.append(DeviceCopy(self, None))
                 continue
@@ -351,7 +342,7 @@ class DeviceSide:
         """Return an event behind the engine's work so far."""
         return self.device.current_stream().record()
 
-    def read(self, job: LoadJob) -> None:
+    def read(self, job: blocks.LoadJob) -> None:
         """Read straight into the pages what lies near, and the rest by way of host memory."""
         client = self._connector.client
         if self._is_straight and isinstance(client, CudaClient) and job.digests:
@@ -367,19 +358,19 @@ class DeviceSide:
             if read < some:
                 break
 
-    def _paged(self, layout: KVLayout, job: LoadJob, first: int, count: int) -> Paged:
+    def _paged(self, layout: KVLayout, job: blocks.LoadJob, first: int, count: int) -> Paged:
         """Return where *count* chunks of a load from number *first* on go."""
         kept = 0 if first else job.kept_blocks
         tables = self._pages.tables(job.chunks[first : first + count], kept)
         return Paged(self._pages.of(layout), tables)
 
-    def _through_host(self, job: LoadJob, first: int, count: int) -> int:
+    def _through_host(self, job: blocks.LoadJob, first: int, count: int) -> int:
         """Read *count* chunks from number *first* on into host memory, and from there."""
         layouts: dict[int, KVLayout] = {}
 
         def target(number: int, layout: KVLayout) -> AnyTensors:
             job.arrived()
-            components = components_of(self._pages.shape, layout, job.chunks[first + number])
+            components = blocks.components_of(self._pages.shape, layout, job.chunks[first + number])
             header = self.headers.setdefault(layout, _blank_header(layout))
             layouts[number] = layout
             wanted = [is_wanted for component, is_wanted in components if component is not None]
@@ -392,7 +383,7 @@ class DeviceSide:
                 self._up(job, first, [layouts[number] for number in range(read)])
         return read
 
-    def _up(self, job: LoadJob, first: int, layouts: Sequence[KVLayout]) -> None:
+    def _up(self, job: blocks.LoadJob, first: int, layouts: Sequence[KVLayout]) -> None:
         """Bring chunks from host memory into the pages, and wait for that."""
         reader, size = self.reader, self.reader.frame_bytes
         try:

@@ -54,10 +54,7 @@ class _Pending:
 
 
 class KVEvents:
-    """The events of one engine. For the scheduler's thread.
-
-    A chunk is stored once all *ranks* have stored their parts of it.
-    """
+    """The events of one engine of so many *ranks*. For the scheduler's thread."""
 
     def __init__(self, make: EventMaker, chunk_tokens: int, ranks: int) -> None:
         self._make = make
@@ -69,43 +66,33 @@ class KVEvents:
 
     def ordered(self, request: Any, chunks: Sequence[ChunkName]) -> None:
         """Take note of chunks of *request* that are about to be stored."""
-        hashes = self._make.hashes(request)
-        blocks = self._chunk_tokens // self._make.block_tokens
-        for chunk in chunks:
-            first = chunk.position // self._make.block_tokens
-            # Tokens that vLLM has not hashed yet have no names to publish.
-            is_known = first + blocks <= len(hashes)
-            if is_known and chunk.digest not in self._published:
-                parent = hashes[first - 1] if first else None
-                self._note(request, chunk, parent, list(hashes[first : first + blocks]))
-
-    def _note(self, request: Any, chunk: ChunkName, parent: Any, hashes: list[Any]) -> None:
-        if len(self._pending) >= MAX_PENDING_CHUNKS:
-            self._pending.popitem(last=False)
-        size, start, stop = (
-            self._make.block_tokens,
-            chunk.position,
-            chunk.position + self._chunk_tokens,
-        )
+        make, size, hashes = self._make, self._make.block_tokens, self._make.hashes(request)
         lora = getattr(request, "lora_request", None)
-        extra = [self._make.extra_keys(request, at, at + size) for at in range(start, stop, size)]
-        events = [
-            self._make.stored(
-                block_hashes=hashes,
-                parent_block_hash=parent,
-                token_ids=list(request.all_token_ids[start:stop]),
-                block_size=size,
-                lora_id=lora.lora_int_id if lora is not None else None,
-                lora_name=lora.lora_name if lora is not None else None,
-                extra_keys=extra if any(extra) else None,
-                session_id=getattr(request, "session_id", None),
-                group_idx=group,
-                kv_cache_spec_kind=kind,
-                **_WHERE,
-            )
-            for group, kind in self._make.groups
-        ]
-        self._pending[chunk.digest] = _Pending(events, hashes, self._ranks)
+        for chunk in chunks:
+            start, stop = chunk.position, chunk.position + self._chunk_tokens
+            if stop // size > len(hashes) or chunk.digest in self._published:
+                continue  # tokens that vLLM has not hashed yet have no names to publish
+            named = list(hashes[start // size : stop // size])
+            extra = [make.extra_keys(request, at, at + size) for at in range(start, stop, size)]
+            events = [
+                make.stored(
+                    block_hashes=named,
+                    parent_block_hash=hashes[start // size - 1] if start else None,
+                    token_ids=list(request.all_token_ids[start:stop]),
+                    block_size=size,
+                    lora_id=lora.lora_int_id if lora is not None else None,
+                    lora_name=lora.lora_name if lora is not None else None,
+                    extra_keys=extra if any(extra) else None,
+                    session_id=getattr(request, "session_id", None),
+                    group_idx=group,
+                    kv_cache_spec_kind=kind,
+                    **_WHERE,
+                )
+                for group, kind in make.groups
+            ]
+            if len(self._pending) >= MAX_PENDING_CHUNKS:
+                self._pending.popitem(last=False)
+            self._pending[chunk.digest] = _Pending(events, named, self._ranks)
 
     def stored(self, ranks: Mapping[ChainDigest, int]) -> None:
         """Publish chunks; *ranks*: how many more have stored each since the last call."""

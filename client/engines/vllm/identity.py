@@ -154,11 +154,7 @@ class LayerGroupShape:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
-    """What one rank of an engine keeps. Every block has ``block_tokens`` tokens.
-
-    ``groups``: in the order of the Model's. ``ranks``: those of tensor parallelism,
-    ``stages``: of pipeline parallelism.
-    """
+    """What one of the ``ranks`` of a stage keeps, in groups in the order of the Model's."""
 
     groups: tuple[LayerGroupShape, ...]
     block_tokens: int
@@ -186,6 +182,11 @@ class KVCacheShape:
         return any(group.kind in END_KINDS for group in self.groups)
 
     @property
+    def all_or_nothing(self) -> bool:
+        """Whether vLLM has to compute all of a prompt of which a part could not be loaded."""
+        return self.has_ends or self.tables > 1
+
+    @property
     def has_ends_only(self) -> bool:
         """Whether all layers do."""
         return all(group.kind in END_KINDS for group in self.groups)
@@ -198,11 +199,8 @@ class KVCacheShape:
 
 
 def shape_of(config: Any, cache: Any) -> KVCacheShape:
-    """Return the shape of what the engine of *config* keeps in *cache*.
-
-    *config*: vLLM's VllmConfig, *cache* its KVCacheConfig. Raises ModelError naming
-    what cannot be stored.
-    """
+    """Return the shape of what the engine of vLLM's VllmConfig *config* keeps in its KVCacheConfig
+    *cache*. Raises ModelError naming what cannot be stored."""
     model, parallel = config.model_config, config.parallel_config
     if model.is_encoder_decoder:
         raise ModelError("is_encoder_decoder", True, "cross-attention is not stored")
@@ -241,10 +239,8 @@ def shape_of(config: Any, cache: Any) -> KVCacheShape:
 
 
 def _of_all_stages(groups: Sequence[LayerGroupShape], layers: int, stages: int) -> LayerGroupShape:
-    """Return the one group of a stage, as one of the model's *layers*.
-
-    No stage knows what the others keep, so all layers have to be alike.
-    """
+    """Return the one group of a stage, as one of the model's *layers*: all have to be alike, as no
+    stage knows what the others keep."""
     group = groups[0]
     is_alike = len(groups) == 1 and group.kind not in END_KINDS
     if not is_alike or group.layers[-1].number >= layers:
@@ -265,10 +261,8 @@ def _of_all_ranks(group: LayerGroupShape, total: int, ranks: int) -> LayerGroupS
 
 
 def _groups(cache: Any, fp8: DType | None) -> tuple[LayerGroupShape, ...]:
-    """Return groups of all layers of a kind and shape, ordered by their first layers' numbers.
-
-    *fp8*: what pages of bytes have.
-    """
+    """Return groups of all layers of a kind and shape, by their first layers' numbers; pages of
+    bytes have *fp8*."""
     layers: list[tuple[LayerRef, LayerGroupShape]] = []
     for table, group in enumerate(cache.kv_cache_groups):
         spec = group.kv_cache_spec

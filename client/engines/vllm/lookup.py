@@ -12,15 +12,17 @@ from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
 
-from kvstore.client.engines.base import DaemonThreads
+from kvstore.client.engines.base import Connector, DaemonThreads
 from kvstore.client.engines.identity import adapter_files, files_digest
-from kvstore.client.engines.vllm.messages import INCOMPATIBLE, ChunkName
+from kvstore.client.engines.vllm.messages import INCOMPATIBLE, ChunkName, Role
 from kvstore.proto.errors import KVStoreError, ModelError
 from kvstore.proto.keys import chain_digest, content_digest, page_hash, tokens_le32
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest
 
 MAX_LOSSY_BLOCKS = 131_072
 """Blocks that are known by vLLM's hashes of them; once there were more, any may be lossy."""
+MAX_LOOKUP_CHUNKS = 4096
+"""What is looked up of one prompt: as many as a server takes in one question."""
 MAX_WAITING_LOOKUPS = 1024
 """Prompts that wait to be looked up; a further one is a miss."""
 WAITERS = 8
@@ -64,10 +66,7 @@ class CacheIdentity:
 
 
 class RequestHasher:
-    """Identities of the requests of one engine. For one thread, which may wait for files.
-
-    *sglang_names*: as in ClientOptions.
-    """
+    """Identities of the requests of one engine. For one thread, which may wait for files."""
 
     def __init__(self, *, sglang_names: bool = False) -> None:
         self._sglang_names = sglang_names
@@ -156,8 +155,6 @@ class PendingLookup:
     written by the engine's: nobody wants to know any more.
     """
 
-    tokens: Sequence[int]
-    identify: Callable[[], CacheIdentity]
     began_s: float
     result: LookupResult | None = None
     chain: ChunkChain | None = None
@@ -174,39 +171,35 @@ class PendingLookup:
         """The digests of its chunks, as far as they are named."""
         return [] if self.chain is None else self.chain.digests
 
-    @classmethod
-    def spent(cls) -> PendingLookup:
-        """Return one of a prompt that has no names, and so is neither loaded nor stored."""
-        return cls((), CacheIdentity, 0.0, NOTHING)
-
 
 class LookupWorker:
-    """Does lookups, *threads* at a time; none are done by none. For the engine's thread.
+    """Looks up what is stored of prompts, and announces what is not. For the engine's thread.
 
-    *find* looks digests up, or returns None when the store failed; it may take its time. After a
-    failure the next lookups find nothing at once, and after *retry_s* one of them, already over,
-    is what the store is tried with again. The first is of no digests at all: it opens a session
-    before a request needs one. *withdraw* takes back what *find* announced of digests; of lookups
-    that are over nothing stays.
+    After a failure the next lookups find nothing at once, and after ``retry_after_ms`` one of them,
+    already over, is what the store is tried with again. The first is of no digests at all: it opens
+    a session before a request needs one. What is announced of lookups that are over is taken back.
     """
 
     def __init__(
         self,
-        find: Callable[[Sequence[ChainDigest]], LookupResult | None],
-        chunk_tokens: int,
-        retry_s: float,
+        connector: Connector,
+        role: Role,
+        *,
+        has_ends: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        threads: int = 1,
-        withdraw: Callable[[Sequence[ChainDigest]], object] | None = None,
+        threads: int | None = None,
     ) -> None:
-        self._find = find
-        self._withdraw = withdraw
-        self._chunk_tokens = chunk_tokens
-        self._retry_s = retry_s
+        """Without *threads* nothing is looked up; None: as many as the *role* needs."""
+        self._connector = connector
+        self._role = role
+        self._has_ends = has_ends
+        self._chunk_tokens = connector.client.options.chunk_tokens
+        self._retry_s = connector.client.options.retry_after_ms / 1000
         self._clock = clock
         self._failed_s: float | None = None
         self._waiting = 0
         self._answers = threading.Condition()  # guards _waiting
+        threads = (WAITERS if role.wait_ms else 1) if threads is None else threads
         self._threads = DaemonThreads("kvstore-lookup", threads)
         if threads:
             self._do(partial(self._look, ()))
@@ -221,19 +214,16 @@ class LookupWorker:
         self._failed_s = self._clock()
 
     def submit(self, tokens: Sequence[int], identify: Callable[[], CacheIdentity]) -> PendingLookup:
-        """Have *tokens* looked up; *identify* says what else names them, and may wait for files.
-
-        After ``close`` it is a miss.
-        """
-        lookup = PendingLookup(tokens, identify, self._clock())
-        if not self._do(partial(self._answer, lookup), lookup):
+        """Have *tokens* looked up; *identify* says what else names them, and may wait for files."""
+        lookup = PendingLookup(self._clock())
+        if not self._do(partial(self._answer, lookup, tokens, identify), lookup):
             lookup.refusal, lookup.result = "queue", NOTHING
         return lookup
 
     def take_back(self, digests: Sequence[ChainDigest]) -> None:
         """Have what was announced of *digests* taken back; where too much waits, time does it."""
-        if self._withdraw is not None and digests and not self.is_down:
-            self._do(partial(self._withdraw, digests))
+        if self._role.handover_ms and digests and not self.is_down:
+            self._do(partial(self._announce, digests, 0.0))
 
     def _do(self, work: Callable[[], object], lookup: PendingLookup | None = None) -> bool:
         with self._answers:
@@ -256,29 +246,15 @@ class LookupWorker:
         with self._answers:
             self._answers.wait_for(lambda: lookup.result is not None, within_s)
 
-    def _answer(self, lookup: PendingLookup) -> None:
+    def _answer(
+        self, lookup: PendingLookup, tokens: Sequence[int], identify: Callable[[], CacheIdentity]
+    ) -> None:
         # A store that failed is tried again, with whatever there is.
-        if (lookup.is_over and not self.is_down) or not self._name(lookup):
+        if lookup.is_over and not self.is_down:
             return
-        if self._failed_s is not None:
-            lookup.result = NOTHING  # nobody waits for what the store is tried with
-            if self._clock() - self._failed_s < self._retry_s:
-                return
-        result = self._look(lookup.digests)
-        lookup.result = lookup.result or result
-        if lookup.is_over and self._withdraw is not None:
-            self._withdraw(lookup.digests)
-
-    def _look(self, digests: Sequence[ChainDigest]) -> LookupResult | None:
-        result = self._find(digests)
-        self._failed_s = self._clock() if result is None else None
-        return result
-
-    def _name(self, lookup: PendingLookup) -> bool:
-        """Name the chunks of a prompt; return whether there are any."""
         try:
-            chain = ChunkChain(lookup.identify(), self._chunk_tokens)
-            chain.extend(lookup.tokens, len(lookup.tokens) // self._chunk_tokens)
+            chain = ChunkChain(identify(), self._chunk_tokens)
+            chain.extend(tokens, len(tokens) // self._chunk_tokens)
         except ModelError as error:
             lookup.refusal = error.field
         except OSError:  # the files of an adapter
@@ -286,9 +262,43 @@ class LookupWorker:
         except (*INCOMPATIBLE, KVStoreError):  # what a user sent may not end the thread
             lookup.refusal = "error"
         else:
-            lookup.chain, lookup.tokens = chain, ()
-            return bool(chain.chunks)
-        return False
+            lookup.chain = chain
+        if not lookup.digests:
+            return
+        if self._failed_s is not None:
+            lookup.result = NOTHING  # nobody waits for what the store is tried with
+            if self._clock() - self._failed_s < self._retry_s:
+                return
+        result = self._look(lookup.digests)
+        lookup.result = lookup.result or result
+        if lookup.is_over:
+            self._announce(lookup.digests, 0.0)
+
+    def _look(self, digests: Sequence[ChainDigest]) -> LookupResult | None:
+        digests = digests[:MAX_LOOKUP_CHUNKS]
+        result = self._connector.ask(lambda: self._find(digests), None)
+        if result is not None and result.found < len(digests):
+            self._announce(digests[result.found :], self._role.handover_ms / 1000)
+        self._failed_s = self._clock() if result is None else None
+        return result
+
+    def _find(self, digests: Sequence[ChainDigest]) -> LookupResult:
+        keys = self._connector.keys_of(digests)
+        if not keys:
+            return NOTHING
+        least = self._connector.allowed(self._connector.least).least
+        wait_s = self._role.wait_ms / 1000
+        match = self._connector.client.lookup(keys=keys, accuracy=least, wait=wait_s)
+        worth = self._connector.worth_loading(match, len(keys) * self._chunk_tokens)
+        # A prefix of windows can be gone on from at its end only.
+        is_useless = self._has_ends and worth < match.ready
+        return LookupResult(0 if is_useless else worth, match.ready)
+
+    def _announce(self, digests: Sequence[ChainDigest], within_s: float) -> None:
+        """Announce chunks to who looks them up, for so long; for no time: take that back."""
+        if self._role.handover_ms:
+            ask, client = self._connector.ask, self._connector.client
+            ask(lambda: client.announce_puts(self._connector.keys_of(digests), within=within_s), 0)
 
     def close(self) -> None:
         """Do nothing any more; what is under way is bounded by the client's deadline."""
@@ -318,9 +328,7 @@ class LossyBlocks:
             self._hashes = more
 
     def exact_tokens(self, request: Any, tokens: int) -> int:
-        """Return how many of the first *tokens* of *request* are exact, which it found in vLLM's
-        own cache.
-        """
+        """Return how many of the first *tokens*, found in vLLM's own cache, are exact."""
         if self.is_over:
             return 0
         if not self._hashes:

@@ -55,10 +55,7 @@ class ChunkName:
 
 @dataclass(frozen=True, slots=True)
 class SaveSpec:
-    """Store consecutive chunks of a request, which are whole once this step is over.
-
-    ``tables``: as those of a LoadSpec. ``hints``: of all of them.
-    """
+    """Store consecutive chunks of a request, which are whole once this step is over."""
 
     request_id: str
     chunks: tuple[ChunkName, ...]
@@ -121,10 +118,7 @@ class WorkerReport:
 
 
 class FollowedTables:
-    """The block tables of running requests, of what each step gives out.
-
-    For releases of vLLM whose steps have none; where layers keep windows they are others.
-    """
+    """The block tables of running requests, for releases of vLLM whose steps have none."""
 
     def __init__(self) -> None:
         self._tables: dict[str, list[list[int]]] = {}
@@ -151,11 +145,11 @@ class FollowedTables:
 def taken_blocks(
     output: Any, loads: Sequence[LoadSpec], block_tokens: int
 ) -> frozenset[int] | None:
-    """Return the blocks that vLLM gave out for the step of its SchedulerOutput *output*.
+    """Return the blocks that vLLM gave out for the step of its SchedulerOutput *output*; None where
+    another release does not say.
 
-    None where another release does not say. Blocks that a new request found in vLLM's own cache
-    keep what they have. Others that a request shares are among those returned, which costs a copy
-    that could have waited, and nothing else.
+    Those that a new request found in vLLM's own cache are not among them. Others that a request
+    shares are, which costs a copy that could have waited.
     """
     tables: list[BlockTables] = [spec.tables for spec in loads]
     try:
@@ -240,10 +234,7 @@ class VllmSettings(EngineSettings):
         return cls(**extra)
 
     def chunk_tokens_for(self, block_tokens: int) -> int:
-        """Return the tokens of a chunk where a block has *block_tokens*.
-
-        Raises InvalidRequestError when that many do not fill whole blocks.
-        """
+        """Return the tokens of a chunk. Raises InvalidRequestError for ones that fill no blocks."""
         chosen = self.chunk_tokens or -(-DEFAULT_CHUNK_TOKENS // block_tokens) * block_tokens
         if chosen % block_tokens:
             fix = f"give a multiple of the block size, {block_tokens}"
@@ -256,8 +247,7 @@ class VllmSettings(EngineSettings):
         Exact ones only into pages on a device, and of models that keep windows or have several
         block tables: which of vLLM's cached blocks are lossy is known of one table alone.
         """
-        is_plain = shape.tables == 1 and not shape.has_ends
-        return self.accuracy if device_type == "cpu" and is_plain else "exact"
+        return "exact" if shape.all_or_nothing or device_type != "cpu" else self.accuracy
 
     @property
     def prefill(self) -> PrefillModel | None:
@@ -317,36 +307,23 @@ class FlopsModel:
         return tokens * (self.token_flops + self.context_flops * before)
 
 
-def hints_of(request: Any) -> Hints:
-    """Return the hints of vLLM's *request*: its length, and what its user states of its reuse.
+def stated_of(request: Any, usual_ms: int) -> tuple[Hints, int]:
+    """Return the hints of vLLM's *request*, and when it is to have its first token, in milliseconds
+    from its arrival on; 0: no matter.
 
-    Users state it as ``{"kvstore": {"reuse": 2, "category": "chat", ...}}`` in
-    ``kv_transfer_params``. Raises InvalidRequestError for what is no hint.
+    Users state them as ``{"kvstore": {"reuse": 2, "category": "chat", "first_token_ms": 500}}`` in
+    ``kv_transfer_params``; *usual_ms* is of those that state no time. Raises InvalidRequestError
+    for what is none of it.
     """
-    prompt_tokens = getattr(request, "num_prompt_tokens", 0)
-    stated = _stated(request)
-    known = [one.name for one in fields(Hints) if one.name != "prompt_tokens"]
-    if not isinstance(stated, Mapping) or not stated.keys() <= {*known, DEADLINE_NAME}:
-        field = f"kv_transfer_params.{HINTS_NAME}"
-        raise InvalidRequestError(field, stated, f"give {[*known, DEADLINE_NAME]}")
-    given = {name: one for name, one in stated.items() if name != DEADLINE_NAME}
-    return Hints(**given, prompt_tokens=prompt_tokens)
-
-
-def deadline_ms_of(request: Any, usual_ms: int) -> int:
-    """Return when vLLM's *request* is to have its first token, from its arrival on; 0: no matter.
-
-    Users state it beside hints; *usual_ms* is of those that do not. Raises InvalidRequestError.
-    """
-    stated = _stated(request)
-    found = stated.get(DEADLINE_NAME, usual_ms) if isinstance(stated, Mapping) else usual_ms
-    if type(found) is not int or not 0 <= found <= MAX_DEADLINE_MS:
-        name = f"kv_transfer_params.{HINTS_NAME}.{DEADLINE_NAME}"
-        raise InvalidRequestError(name, found, f"give 0 to {MAX_DEADLINE_MS}")
-    return found
-
-
-def _stated(request: Any) -> Any:
-    params = getattr(request, "kv_transfer_params", None)
+    field, params = f"kv_transfer_params.{HINTS_NAME}", getattr(request, "kv_transfer_params", None)
     stated = params.get(HINTS_NAME) if isinstance(params, Mapping) else None
-    return {} if stated is None else stated
+    known = [*(one.name for one in fields(Hints) if one.name != "prompt_tokens"), DEADLINE_NAME]
+    given = {} if stated is None else stated
+    if not isinstance(given, Mapping) or not given.keys() <= {*known}:
+        raise InvalidRequestError(field, stated, f"give {known}")
+    hints = dict(given)
+    within_ms = hints.pop(DEADLINE_NAME, usual_ms)
+    if type(within_ms) is not int or not 0 <= within_ms <= MAX_DEADLINE_MS:
+        fix = f"give 0 to {MAX_DEADLINE_MS}"
+        raise InvalidRequestError(f"{field}.{DEADLINE_NAME}", within_ms, fix)
+    return Hints(**hints, prompt_tokens=getattr(request, "num_prompt_tokens", 0)), within_ms

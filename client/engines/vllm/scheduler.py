@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import time
 from collections import Counter, OrderedDict, deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -21,9 +21,8 @@ from kvstore.client.engines.vllm import messages
 from kvstore.client.engines.vllm.events import KVEvents
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.lookup import (
+    MAX_LOOKUP_CHUNKS,
     NOTHING,
-    WAITERS,
-    LookupResult,
     LookupWorker,
     LossyBlocks,
     PendingLookup,
@@ -39,8 +38,6 @@ TOGETHER_S = 0.01
 came together and are computed in two steps cost those that are done first a whole step more."""
 LATE_S = 0.005
 """What an answer may take beyond the deadline of its lookup before it is taken for a miss."""
-MAX_LOOKUP_CHUNKS = 4096
-"""What is looked up of one prompt: as many as a server takes in one question."""
 RECENT_S = 10.0
 """Requests that share a prefix and come together: one of them stores it."""
 MAX_RECENT_CHUNKS = 16384
@@ -78,8 +75,7 @@ class RequestTracker:
 class VllmScheduler:
     """Decides for one engine. For the scheduler's thread.
 
-    *lookups*: a connector of the whole model, to look up with: a chunk is a hit once every rank
-    has put its part of it.
+    *lookups*: of the whole model: a chunk is a hit once every rank has put its part of it.
     """
 
     def __init__(
@@ -88,18 +84,15 @@ class VllmScheduler:
         shape: KVCacheShape,
         *,
         role: messages.Role = messages.BOTH,
-        clock: Callable[[], float] = time.monotonic,
         refusal: str = "",
     ) -> None:
         """With a *refusal* every request is a counted miss, for it, and nothing is looked up."""
         options = lookups.client.options
         self._lookups = lookups
         self.chunk_tokens = options.chunk_tokens
-        self._block_tokens = shape.block_tokens
-        self._continues, self._has_ends = shape.continues, shape.has_ends
-        self._all_or_nothing = shape.has_ends or shape.tables > 1
+        self._shape = shape
         self._role = role
-        self._clock = clock
+        self._clock = time.monotonic
         self._late_s = (options.deadline_ms + role.wait_ms) / 1000 + LATE_S
         self._hasher = RequestHasher(sglang_names=options.sglang_names)
         self._epoch = b""
@@ -120,37 +113,8 @@ class VllmScheduler:
         self.events: KVEvents | None = None
         """Where KV events go; None if there are none."""
         self._desk = LookupWorker(
-            self._find,
-            self.chunk_tokens,
-            options.retry_after_ms / 1000,
-            clock,
-            0 if refusal else WAITERS if role.wait_ms else 1,
-            partial(self._announce, within_s=0.0) if role.handover_ms else None,
+            lookups, role, has_ends=shape.has_ends, threads=0 if refusal else None
         )
-
-    def _find(self, digests: Sequence[ChainDigest]) -> LookupResult | None:
-        """Look digests up, and announce those that are not there. In a thread of the lookups."""
-        digests = digests[:MAX_LOOKUP_CHUNKS]
-        result = self._lookups.ask(lambda: self._look(digests), None)
-        if result is not None and self._role.handover_ms and result.found < len(digests):
-            self._announce(digests[result.found :], self._role.handover_ms / 1000)
-        return result
-
-    def _look(self, digests: Sequence[ChainDigest]) -> LookupResult:
-        keys = self._lookups.keys_of(digests)
-        if not keys:
-            return NOTHING
-        least = self._lookups.allowed(self._lookups.least).least
-        wait_s = self._role.wait_ms / 1000
-        match = self._lookups.client.lookup(keys=keys, accuracy=least, wait=wait_s)
-        worth = self._lookups.worth_loading(match, len(keys) * self.chunk_tokens)
-        # A prefix of windows can be gone on from at its end only.
-        is_useless = self._has_ends and worth < match.ready
-        return LookupResult(0 if is_useless else worth, match.ready)
-
-    def _announce(self, digests: Sequence[ChainDigest], within_s: float) -> None:
-        ask, client = self._lookups.ask, self._lookups.client
-        ask(lambda: client.announce_puts(self._lookups.keys_of(digests), within=within_s), 0)
 
     # --- a request's way
 
@@ -166,7 +130,7 @@ class VllmScheduler:
         tracked = self._tracked.get(request.request_id)
         if tracked is None:
             of = (request, self._look_up(request), request.num_preemptions)
-            tracked = RequestTracker(*of, *self._hints_of(request))
+            tracked = RequestTracker(*of, *self._stated_of(request))
             self._tracked[request.request_id] = tracked
         elif tracked.preemptions != request.num_preemptions:
             # Its blocks are gone; what was stored of it meanwhile may be loaded.
@@ -174,20 +138,16 @@ class VllmScheduler:
             tracked.is_loaded = tracked.is_looked_at = False
         return tracked
 
-    def _hints_of(self, request: Any) -> tuple[Hints, Deadline | None]:
+    def _stated_of(self, request: Any) -> tuple[Hints, Deadline | None]:
         """Return what is stated of a request; what a user stated wrongly may not end the engine."""
-        handover_ms, usual_ms = self._role.handover_ms, self._role.first_token_ms
+        handover_ms, within_ms = self._role.handover_ms, self._role.first_token_ms
         try:
-            hints = messages.hints_of(request)
-            hints = hints if hints.handover_ms else replace(hints, handover_ms=handover_ms)
+            hints, within_ms = messages.stated_of(request, within_ms)
         except (*messages.INCOMPATIBLE, KVStoreError):
             self.counted["bad_hints"] += 1
-            hints = Hints(handover_ms=handover_ms)
-        try:
-            usual_ms = messages.deadline_ms_of(request, usual_ms)
-        except KVStoreError:
-            self.counted["bad_hints"] += 1
-        return hints, Deadline(usual_ms / 1000) if usual_ms else None
+            hints = Hints()
+        hints = hints if hints.handover_ms else replace(hints, handover_ms=handover_ms)
+        return hints, Deadline(within_ms / 1000) if within_ms else None
 
     def _look_up(self, request: Any) -> PendingLookup:
         identify = partial(self._hasher.identity, request, self._epoch)
@@ -219,13 +179,13 @@ class VllmScheduler:
                 return None
             return self._counted(tracked, 0, "late")
         stop = result.ready * self.chunk_tokens
-        if self._has_ends and stop >= request.num_tokens:
+        if self._shape.has_ends and stop >= request.num_tokens:
             # vLLM computes the last token again, but by then gave up what only its window sees.
             stop = request.num_tokens - 1
         hit_tokens = max(0, stop - computed_tokens)
         absent = "slow" if result.ready < result.found else "absent"
         reason = lookup.refusal or ("down" if self._desk.is_down else absent)
-        if hit_tokens and not self._continues and request.num_tokens - stop > 1:
+        if hit_tokens and not self._shape.continues and request.num_tokens - stop > 1:
             hit_tokens, reason = 0, "prefill"
         return self._counted(tracked, hit_tokens, reason)
 
@@ -258,19 +218,19 @@ class VllmScheduler:
         if not loaded_tokens:
             return
         tracked = self._track(request)
-        start, size, block = tracked.computed_tokens, self.chunk_tokens, self._block_tokens
+        start, size, block = tracked.computed_tokens, self.chunk_tokens, self._shape.block_tokens
         stop, first = start + loaded_tokens, start // size
         tracked.is_loaded, tracked.first_chunk, tracked.stop_token = True, first, stop
         blocks = slice(first * size // block, -(-stop // block))
         terms = None
-        if tracked.deadline is not None and not self._all_or_nothing:
+        if tracked.deadline is not None and not self._shape.all_or_nothing:
             terms = self._lookups.terms(tracked.deadline, request.num_tokens - stop)
         tracked.load = messages.LoadSpec(
             request.request_id,
             tuple(tracked.lookup.digests[first : -(-stop // size)]),
             tuple(tuple(table[blocks]) for table in tables),
             kept_blocks=(start - first * size) // block,
-            all_or_nothing=self._all_or_nothing,
+            all_or_nothing=self._shape.all_or_nothing,
             terms=terms,
         )
 
@@ -296,7 +256,7 @@ class VllmScheduler:
         for tracked in self._tracked.values():
             self._give_up(tracked)
             # What is under way is of both weights: it has no name.
-            tracked.lookup = PendingLookup.spent()
+            tracked.lookup = PendingLookup(0.0, NOTHING)
         if self.events is not None:
             self.events.reset()
 
@@ -325,12 +285,9 @@ class VllmScheduler:
             for request_id, tokens in output.num_scheduled_tokens.items()
             if (spec := self._save_spec(request_id, tokens, tables_of)) is not None
         ]
-        taken: frozenset[int] | None = frozenset()
-        if self._role.stores:
-            taken = messages.taken_blocks(output, loads, self._block_tokens)
-        return messages.StepPlan(
-            tuple(loads), tuple(stores), not output.total_num_scheduled_tokens, taken
-        )
+        size, is_idle = self._shape.block_tokens, not output.total_num_scheduled_tokens
+        taken = messages.taken_blocks(output, loads, size) if self._role.stores else frozenset()
+        return messages.StepPlan(tuple(loads), tuple(stores), is_idle, taken)
 
     def _learn_speed(self, tokens: Mapping[str, int]) -> None:
         """Learn from the step before, which took until now, if most of it were prompts."""
@@ -347,7 +304,7 @@ class VllmScheduler:
         tracked = self._tracked.get(request_id)
         if tracked is None:
             return None
-        request, size = tracked.request, self.chunk_tokens
+        request, size, block = tracked.request, self.chunk_tokens, self._shape.block_tokens
         if not tracked.is_looked_at:
             self._look_at(tracked)
         # Tokens that are only guessed are not among the request's own.
@@ -372,7 +329,7 @@ class VllmScheduler:
         self._remember(chunk.digest for chunk in chunks)
         if self.events is not None:
             self.events.ordered(request, chunks)
-        blocks = slice(first * size // self._block_tokens, whole * size // self._block_tokens)
+        blocks = slice(first * size // block, whole * size // block)
         tables = tuple(tuple(table[blocks]) for table in tables_of(request_id))
         return messages.SaveSpec(request_id, chunks, tables, tracked.hints)
 
@@ -386,10 +343,7 @@ class VllmScheduler:
             tracked.exact_tokens = min(tracked.exact_tokens, exact)
 
     def _exact_of(self, tracked: RequestTracker, first: int, whole: int) -> int:
-        """Return the stop of the chunks from *first* to *whole* that are not behind a lossy block.
-
-        Nobody is to wait for the others.
-        """
+        """Return the stop of those chunks that are not behind a lossy block."""
         stop = max(first, min(whole, tracked.exact_tokens // self.chunk_tokens))
         if stop < whole:
             self.counted["lossy_unstored_chunks"] += whole - stop

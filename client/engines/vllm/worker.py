@@ -89,12 +89,11 @@ class VllmWorker:
         connector: Connector,
         shape: KVCacheShape,
         queue_bytes: int,
-        clock: Callable[[], float] = time.perf_counter,
         device: Device | None = None,
     ) -> None:
         """*device*: where pages lie; None: where they say."""
         self._connector = connector
-        self._clock = clock
+        self._clock = time.perf_counter
         self._was_short = False
         """Whether the last load came short. For the thread that loads."""
         self._shape = shape
@@ -130,26 +129,22 @@ class VllmWorker:
     def register(
         self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], blocks.BlockWriter]
     ) -> str:
-        """Take the engine's pages; return why they cannot be stored, or nothing.
-
-        A session is opened meanwhile, as if it were a load.
-        """
+        """Take the engine's pages; return why they cannot be stored, or nothing."""
+        client = self._connector.client
         if not self._refusal:
             try:
                 self._side = self._side_of(registered, writer)
-                client = self._connector.client
-                self._watch(
-                    self._loader.submit(lambda: self._connector.ask(client.send_counts, None))
-                )
             except (*messages.INCOMPATIBLE, KVStoreError, OSError) as error:
                 self.refuse(f"{type(error).__name__}: {error}")
+            else:  # a load that has a session notices when the server hangs
+                opens = partial(self._connector.ask, client.send_counts, None)
+                self._watch(self._loader.submit(opens))
         return self._refusal
 
     def _side_of(
         self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], blocks.BlockWriter]
     ) -> Side:
-        kinds = {pages.device.type for pages in registered.values()}
-        if self._device is None and kinds <= {"cpu"}:
+        if self._device is None and {pages.device.type for pages in registered.values()} <= {"cpu"}:
             pages = blocks.EnginePages(self._shape, registered, writer)
             return blocks.HostSide(pages, self._connector, self._chunk_blocks)
         from kvstore.client.engines.vllm.device import DeviceSide, EngineDevicePages
@@ -158,10 +153,7 @@ class VllmWorker:
         return DeviceSide(on_device, self._connector, DEVICE_RING_BYTES, self._device)
 
     def drop_pages(self) -> bool:
-        """Let go of the engine's pages once nobody uses them; return whether there were any.
-
-        Loads fail and nothing is stored until pages are registered again.
-        """
+        """Let go of the engine's pages, until others come; return whether there were any."""
         side, self._side = self._side, None
         self._give_up([one.chunk for one in self._waiting], "gone_chunks")
         self._waiting = []
@@ -454,10 +446,7 @@ class VllmWorker:
         return dict(new)
 
     def close(self) -> None:
-        """End the threads, once they are through with what they have, and the client.
-
-        Afterwards every load is failed at once and nothing is stored.
-        """
+        """End the threads, once they are through with what they have, and the client."""
         is_over = self.settled(SHUTDOWN_S)
         side, self._side = self._side, None
         for threads in (self._loader, self._storer, self._watcher):

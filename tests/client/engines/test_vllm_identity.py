@@ -30,8 +30,7 @@ from kvstore.client.engines.vllm.messages import (
     FollowedTables,
     VllmSettings,
     WorkerReport,
-    deadline_ms_of,
-    hints_of,
+    stated_of,
 )
 from kvstore.client.planning import PrefillModel
 from kvstore.proto.errors import InvalidRequestError, ModelError
@@ -413,10 +412,10 @@ def stating(stated: object) -> FakeRequest:
 
 
 def test_hints_are_what_the_user_states_and_how_long_the_prompt_is() -> None:
-    assert hints_of(FakeRequest("a", [1])) == NO_HINTS
-    assert hints_of(stating(None)) == Hints(prompt_tokens=20)
+    assert stated_of(FakeRequest("a", [1]), 0) == (NO_HINTS, 0)
+    assert stated_of(stating(None), 0) == (Hints(prompt_tokens=20), 0)
     stated = {"reuse": 2, "category": "chat", "priority": 70, "first_token_ms": 300}
-    assert hints_of(stating(stated)) == Hints(Reuse.keep, 70, 0, 0, "chat", 20)
+    assert stated_of(stating(stated), 0) == (Hints(Reuse.keep, 70, 0, 0, "chat", 20), 300)
 
 
 @pytest.mark.parametrize(
@@ -424,15 +423,15 @@ def test_hints_are_what_the_user_states_and_how_long_the_prompt_is() -> None:
 )
 def test_what_is_no_hint_is_refused(stated: object) -> None:
     with pytest.raises(InvalidRequestError):
-        hints_of(stating(stated))
+        stated_of(stating(stated), 0)
 
 
 def test_a_deadline_is_the_requests_own_or_the_usual_one() -> None:
-    assert deadline_ms_of(stating({"first_token_ms": 300}), 900) == 300
-    assert deadline_ms_of(FakeRequest("a", [1]), 900) == 900
+    assert stated_of(stating({"first_token_ms": 300}), 900)[1] == 300
+    assert stated_of(FakeRequest("a", [1]), 900)[1] == 900
 
 
 @pytest.mark.parametrize("stated", [-1, 1.5, True, 1 << 40])
 def test_what_is_no_deadline_is_refused_by_name(stated: object) -> None:
     with pytest.raises(InvalidRequestError, match="first_token_ms"):
-        deadline_ms_of(stating({"first_token_ms": stated}), 0)
+        stated_of(stating({"first_token_ms": stated}), 0)

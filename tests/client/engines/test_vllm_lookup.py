@@ -29,7 +29,7 @@ from kvstore.client.engines.vllm.lookup import (
     LookupWorker,
     PendingLookup,
 )
-from kvstore.client.engines.vllm.messages import ChunkName, WorkerReport
+from kvstore.client.engines.vllm.messages import BOTH, ChunkName, WorkerReport
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.proto.errors import ModelError
 from kvstore.proto.types import ChainDigest
@@ -54,6 +54,18 @@ class Store:
         return None if self.says is None else LookupResult(self.says, self.says)
 
 
+class Desk(LookupWorker):
+    """One that asks a Store."""
+
+    def __init__(self, store: Store) -> None:
+        options = ClientOptions(chunk_tokens=64, retry_after_ms=round(1000 * RETRY_S))
+        self._find = store.find  # type: ignore[assignment, method-assign]
+        connector: Any = SimpleNamespace(
+            client=SimpleNamespace(options=options), ask=lambda work, _: work()
+        )
+        super().__init__(connector, BOTH, clock=lambda: store.now_s)
+
+
 @pytest.fixture
 def store() -> Store:
     return Store()
@@ -61,7 +73,7 @@ def store() -> Store:
 
 @pytest.fixture
 def desk(store: Store, no_leaks: None) -> Iterator[LookupWorker]:
-    made = LookupWorker(store.find, 64, RETRY_S, lambda: store.now_s)
+    made = Desk(store)
     assert eventually(lambda: not made._waiting)  # it opened a session
     yield made
     store.opened.set()
@@ -143,9 +155,14 @@ def test_after_close_a_lookup_is_a_miss_and_so_is_one_that_waited(
 
 HUNG = """
 import threading
+from types import SimpleNamespace
+from kvstore.client import ClientOptions
 from kvstore.client.engines.vllm.lookup import CacheIdentity, LookupWorker
+from kvstore.client.engines.vllm.messages import BOTH
 hangs = threading.Event()
-desk = LookupWorker(lambda _: hangs.set() or threading.Event().wait(), 64, 1.0)
+client = SimpleNamespace(options=ClientOptions(chunk_tokens=64))
+ask = lambda work, _: hangs.set() or threading.Event().wait()
+desk = LookupWorker(SimpleNamespace(client=client, ask=ask), BOTH)
 desk.submit(list(range(64)), CacheIdentity)
 hangs.wait()
 """
@@ -308,7 +325,8 @@ def is_answered(scheduler: VllmScheduler, request: FakeRequest) -> bool:
 
 def finds(scheduler: VllmScheduler, chunks_ready: int) -> None:
     """Have the store answer, and with that many chunks."""
-    scheduler._desk._find = lambda _: LookupResult(chunks_ready, chunks_ready)
+    found = LookupResult(chunks_ready, chunks_ready)
+    scheduler._desk._find = lambda _: found  # type: ignore[method-assign, assignment]
 
     def is_up() -> bool:
         scheduler.matched_tokens(FakeRequest("up", PROMPT), 0)

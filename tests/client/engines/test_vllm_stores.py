@@ -219,11 +219,12 @@ def test_a_prompt_that_is_preempted_is_waited_for_again_once_it_goes_on(
 
 
 def test_a_prompt_given_up_before_it_was_looked_up_is_not_waited_for(
-    start: Start, server: LocalServer
+    start: Start, server: LocalServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     prefill = start(role=PREFILL)
     desk, hold = prefill.scheduler._desk, threading.Event()
-    find, desk._find = desk._find, lambda digests: find(digests) if hold.wait(20.0) else None
+    find = desk._find
+    monkeypatch.setattr(desk, "_find", lambda digests: hold.wait(20.0) and find(digests))
     prefill.scheduler.on_new_request(FakeRequest("first", list(PROMPT)))
     assert eventually(lambda: desk._threads._queue.empty())
     prefill.scheduler.finished(FakeRequest("first", list(PROMPT)))

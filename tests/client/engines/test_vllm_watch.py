@@ -200,10 +200,11 @@ def test_it_asks_again_until_the_load_is_over_unless_something_comes_all_the_tim
         assert eventually(lambda: len(looks) >= 20) if arrives else ended.wait(20.0)
         return 3
 
+    engine.run("stored", PROMPT)
+    engine.workers[0]._watcher.submit(int).result(20.0)  # a session that opens is watched, too
     monkeypatch.setattr(vllm_watch, "AGAIN_S", 0.01)
     monkeypatch.setattr(vllm_watch, "wait", waiting)
     monkeypatch.setattr(Client, "end_if_hung", ask)
-    engine.run("stored", PROMPT)
     monkeypatch.setattr(engine.workers[0]._connector, "read_into", read)
     request = engine.arrived("read", PROMPT, hit=192)
     engine.load(request, engine.blocks(200), 192)
