@@ -8,7 +8,6 @@ from __future__ import annotations
 import inspect
 import json
 import os
-import re
 import signal
 import sys
 import time
@@ -38,8 +37,10 @@ from kvstore.proto.errors import (
 if TYPE_CHECKING:  # help is to load none of the product
     from rich.console import Console, ConsoleOptions, RenderResult
 
+    from kvstore.client.client import Client
     from kvstore.client.connection import Connection
     from kvstore.client.options import Access
+    from kvstore.proto.types import Model
 
 EXIT_NOT_HELD = 1
 EXIT_USAGE = 2
@@ -53,8 +54,6 @@ CODES = {
 }
 DEFAULT_PORT = 7420
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
-MAX_PORT = 65_535
-_ADDRESS = re.compile(r"(\[[^\[\]\s]+\]|[^\[\]\s:]+)(?::([0-9]{1,6}))?")
 DEADLINE_MS = 2000
 ANSWER_S = 0.5
 """What a server has to say that it is there, once it was late."""
@@ -117,17 +116,13 @@ def _remember(values: Mapping[str, Any]) -> None:
 
 def server_address() -> str:
     """Return the server's address, with its port. Raises InvalidRequestError."""
-    text = str(_given.get({}).get("address", DEFAULT_ADDRESS))
-    from kvstore.client.options import SCHEMES
+    from kvstore.client.options import SCHEMES, check_address
 
-    if text.startswith(SCHEMES):
-        return text
-    found = _ADDRESS.fullmatch(text)
-    port = int(found[2] or DEFAULT_PORT) if found else 0
-    if not found or not 0 < port <= MAX_PORT:
-        fix = f"write HOST, HOST:PORT or [IPV6]:PORT; the port is a number, 1 to {MAX_PORT}"
-        raise InvalidRequestError("address", text, fix)
-    return f"{found[1]}:{port}"
+    found = str(_given.get({}).get("address", DEFAULT_ADDRESS))
+    if not found.startswith(SCHEMES) and ":" not in found.rpartition("]")[2]:
+        found = f"{found}:{DEFAULT_PORT}"
+    check_address(found)
+    return found
 
 
 def given_access() -> Access:
@@ -159,6 +154,15 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
         raise KVStoreError(f"no kvstore-server answers at {address}: {reason}") from None
     finally:
         connection.close()
+
+
+def client_of(address: str, model: Model, deadline_ms: int, **options: Any) -> Client:
+    """Return a client of *model* with the access that the options name; close it."""
+    from kvstore.client.client import Client
+    from kvstore.client.options import ClientOptions
+
+    access = given_access()
+    return Client(address, model, ClientOptions(deadline_ms=deadline_ms, access=access, **options))
 
 
 def ask(

@@ -45,8 +45,6 @@ def synthetic_client(
 
     Raises InvalidRequestError.
     """
-    from kvstore.client.client import Client
-    from kvstore.client.options import ClientOptions
     from kvstore.proto import types
 
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
@@ -57,10 +55,8 @@ def synthetic_client(
     layers = (types.LayerGroup(kind, dtype, (0,), heads, _HEAD_DIM),)
     rope = types.RopeParameters(10_000.0, _HEAD_DIM)
     model = types.Model(f"kvstore/{name}", "1", "none", "none", layers, rope, "none")
-    tokens, access = types.MIN_CHUNK_TOKENS, app.given_access()
-    return Client(
-        address, model, ClientOptions(transport, tokens, deadline_ms, name=name, access=access)
-    )
+    terms = {"transport": transport, "chunk_tokens": types.MIN_CHUNK_TOKENS, "name": name}
+    return app.client_of(address, model, deadline_ms, **terms)
 
 
 def noise(model: Model, seed: int = 0) -> ChunkTensors:

@@ -6,12 +6,11 @@ from importlib.util import find_spec
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-import typer
 from typer import Argument, Option
 
 from kvstore.cli import app
 from kvstore.cli.bench import complete_codecs
-from kvstore.proto.errors import InvalidRequestError, printable
+from kvstore.proto.errors import InvalidRequestError
 
 if TYPE_CHECKING:  # help is to load none of the product
     from kvstore.proto.blend import GateView
@@ -128,10 +127,9 @@ def _finish(view: GateView) -> None:
     """Print what came of trials. Ends the command with 1 where the gate is not open."""
     gate = gate_as_dict(view)
     name = f"{gate['model']}, tag {gate['tag'] or '-'}"
-    print(printable(f"{name}: {_state(gate)} at ratio {gate['ratio']:.3f}"))
-    print(printable(f"{_found(gate)}, speedup {_known(gate['speedup'])}: {gate['why']}"))
-    if not gate["open"]:
-        raise typer.Exit(app.EXIT_NOT_HELD)
+    state = f"{name}: {_state(gate)} at ratio {gate['ratio']:.3f}"
+    found = f"{_found(gate)}, speedup {_known(gate['speedup'])}: {gate['why']}"
+    app.show(gate, [state, found], as_json=False, held=gate["open"])
 
 
 def _found(gate: dict[str, Any]) -> str:

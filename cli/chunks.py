@@ -82,11 +82,6 @@ class Selection:
         if self.namespace:
             check_digits("namespace", self.namespace)
 
-    @property
-    def is_narrow(self) -> bool:
-        """Whether it names a namespace."""
-        return bool(self.namespace) or self.model is not None
-
     def spaces(self) -> list[pb.KnownSpace]:
         """Return the namespaces it names, that with the most chunks first. Raises KVStoreErrors."""
         begun = self.namespace.lower()
@@ -112,13 +107,10 @@ class Selection:
 
     def client(self, model: pb.Representation) -> Client:
         """Return a client of *model*'s namespace; close it."""
-        from kvstore.client.client import Client
-        from kvstore.client.options import ClientOptions
         from kvstore.proto.messages import representation_from_message
 
-        whose: dict[str, Any] = {"access": app.given_access(), "tenant": self.tenant}
-        options = ClientOptions("grpc", deadline_ms=DEADLINE_MS, name="kvstore", **whose)
-        return Client(self.address, representation_from_message(model), options)
+        value, terms = representation_from_message(model), {"transport": "grpc", "name": "kvstore"}
+        return app.client_of(self.address, value, DEADLINE_MS, tenant=self.tenant, **terms)
 
     @contextmanager
     def clients(self) -> Iterator[list[Client]]:
@@ -516,7 +508,7 @@ def clear(  # noqa: PLR0913 - each is an option
     it deletes, unless --yes.
     """
     selection = Selection(address, namespace, model)
-    named = selection.is_narrow
+    named = bool(namespace or model)
     if everything + bool(tenant) + named > 1:
         fix = "give one of --namespace, --tenant and --all"
         raise InvalidRequestError("scope", tenant or namespace, fix)
@@ -541,7 +533,8 @@ def _run_clear(selection: Selection, scope: dict[str, str], *, dry_run: bool) ->
     deleted = deleted_bytes = 0
     fields: dict[str, Any] = {**scope, "dry_run": dry_run, "deadline_ms": DEADLINE_MS}
     with ExitStack() as stack:
-        model = selection.only(selection.models()) if selection.is_narrow else None
+        is_narrow = selection.namespace or selection.model
+        model = selection.only(selection.models()) if is_narrow else None
         connection = stack.enter_context(app.connected(selection.address, DEADLINE_MS))
         if model is not None:
             fields["session_id"] = stack.enter_context(open_session(connection, model))

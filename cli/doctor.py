@@ -419,7 +419,6 @@ def _identities(spaces: list[pb.KnownSpace]) -> Iterator[Finding]:
     for model, kinds in by_model.items():
         fields = [name for name in _IDENTITY if len({getattr(k, name) for k in kinds}) > 1]
         differ = ", ".join(fields) or "layers, data types or rope"
-        is_one = len(kinds) == 1
-        saw = f"{len(kinds)} identities, which share nothing: {differ} differ"
-        saw = "one identity" if is_one else saw
-        yield judged(not is_one, f"engines of {model}", saw, fix)
+        several = f"{len(kinds)} identities, which share nothing: {differ} differ"
+        saw = several if len(kinds) > 1 else "one identity"
+        yield judged(len(kinds) > 1, f"engines of {model}", saw, fix)

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 import time
-from array import array
 from collections.abc import Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from fractions import Fraction
-from itertools import count, islice
+from itertools import islice
 from pathlib import Path
-from typing import IO, Annotated, Any
+from typing import IO, Annotated, Any, NamedTuple
 
 import msgspec
 import numpy as np
@@ -32,7 +31,7 @@ MAX_LINE_BYTES = 8 << 20
 MAX_REQUESTS = 4 << 20
 MAX_REQUEST_TOKENS = 16 << 20
 MAX_BLOCKS = 64 << 20
-"""Accesses to blocks in one trace; their rows are kept in memory, 8 bytes each."""
+"""Accesses to blocks in one trace, whose rows are kept in memory."""
 _NAME_BYTES = 8
 
 _Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
@@ -140,10 +139,7 @@ def read_trace(path: Path) -> TraceLines:
     """
     lines: list[Any] = []
     with path.open("rb") as file:
-        for number in count(1):
-            raw = file.readline(MAX_LINE_BYTES + 1)
-            if not raw:
-                break
+        for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
             try:
                 if len(raw) > MAX_LINE_BYTES:
                     raise ValueError(f"keep lines under {MAX_LINE_BYTES} bytes")
@@ -170,42 +166,30 @@ def _read_line(raw: bytes, kind: type | None) -> BlockLine | SegmentLine:
     return _block_line.decode(raw) if found is BlockLine else _segment_line.decode(raw)
 
 
-@dataclass(frozen=True, slots=True)
-class BlockTrace:
-    """Requests as chains of blocks, in the order in which they came.
+class BlockRequest(NamedTuple):
+    """A request as a chain of blocks, each by its row; an answer follows its prompt.
 
-    A block has a row of 1 or more, in the order of first appearance, and its identity is its
-    chain: the same tokens after another prefix are another block. Request i came at
-    ``times_s[i]``, with the blocks ``rows[starts[i]:starts[i + 1]]`` of which the first
-    ``known[i]`` are within the prompt, so that a lookup can name them. ``tokens`` are those in a
-    block, by row; one that is not full takes as much space as others, as the pages of engines do.
+    A lookup can name the first *known*, those within the prompt. *is_full* says whether the last
+    is: one that is not takes as much space as others, as the pages of engines do.
     """
 
-    times_s: NDArray[np.float64]
-    input_tokens: NDArray[np.int64]
-    starts: NDArray[np.int64]
-    rows: Rows
-    known: NDArray[np.int64]
-    tokens: NDArray[np.int64]
+    time_s: float
+    input_tokens: int
+    chain: list[int]
+    known: int
+    is_full: bool
+
+
+class BlockTrace(NamedTuple):
+    """Requests in the order in which they came, and how many different blocks they have.
+
+    A block has a row of 1 or more, in the order of first appearance. It is what it is with all
+    before it: the same tokens after another prefix are another block.
+    """
+
+    requests: list[BlockRequest]
+    blocks: int
     block_tokens: int
-
-    @property
-    def requests(self) -> int:
-        """How many requests there are."""
-        return len(self.times_s)
-
-    @property
-    def blocks(self) -> int:
-        """How many different blocks there are."""
-        return len(self.tokens) - 1
-
-    def chain(self, request: int) -> Rows:
-        """Return the rows of a request's blocks, the head of the prompt first."""
-        return self.rows[self.starts[request] : self.starts[request + 1]]
-
-
-_Block = tuple[Hashable, int]
-"""What distinguishes a block from others after the same prefix, and its tokens."""
 
 
 def make_blocks(lines: TraceLines, block_tokens: int = 256) -> BlockTrace:
@@ -218,54 +202,39 @@ def make_blocks(lines: TraceLines, block_tokens: int = 256) -> BlockTrace:
     if size < 1:
         raise InvalidRequestError("block_tokens", size, "give 1 or more, such as 256")
     row_of: dict[tuple[int, Hashable], int] = {}
-    rows, starts, known = array("q"), array("q", [0]), array("q")
-    tokens = array("q", [0])
-    for named, blocks in _cut(lines, size):
-        row = NO_ROW
-        for identity, block in blocks:
-            row = row_of.setdefault((row, identity), len(tokens))
-            if row == len(tokens):
-                tokens.append(block)
-            rows.append(row)
-        known.append(named)
-        starts.append(len(rows))
-        if len(rows) > MAX_BLOCKS:
-            fix = f"cut the trace to {MAX_BLOCKS} accesses"
-            raise InvalidRequestError("trace blocks", len(rows), fix)
-    return BlockTrace(
-        times_s=np.array([line.time_s for line in lines], np.float64),
-        input_tokens=np.array([line.input_tokens for line in lines], np.int64),
-        starts=np.array(starts, np.int64),
-        rows=np.array(rows, np.intp),
-        known=np.array(known, np.int64),
-        tokens=np.array(tokens, np.int64),
-        block_tokens=size,
-    )
-
-
-def _cut(lines: TraceLines, size: int) -> Iterator[tuple[int, list[_Block]]]:
-    """Yield each line's blocks and how many of the first a lookup can name.
-
-    Of a prompt of tokens with its answer, as an engine stores them, that is without the block in
-    which the prompt ends and the answer begins.
-    """
+    requests, accesses = [], 0
     for line in lines:
-        if isinstance(line, SegmentLine):
-            blocks = list(_cut_segments((*line.inputs, line.output), size))
-            yield (line.input_tokens // size if line.output_tokens else len(blocks)), blocks
-        else:
-            if line.block_tokens != size:
-                fix = f"keep to one block_tokens a file, such as the first line's {size}"
-                raise InvalidRequestError("block_tokens", line.block_tokens, fix)
-            ends = range(line.input_tokens, line.input_tokens - size * len(line.block_ids), -size)
-            blocks = [
-                (block, max(1, min(size, left)))
-                for block, left in zip(line.block_ids, ends, strict=True)
-            ]
-            yield len(blocks), blocks
+        blocks, known, is_full = _cut(line, size)
+        row, chain = NO_ROW, []
+        for block in blocks:
+            row = row_of.setdefault((row, block), len(row_of) + 1)
+            chain.append(row)
+        requests.append(BlockRequest(line.time_s, line.input_tokens, chain, known, is_full))
+        accesses += len(chain)
+        if accesses > MAX_BLOCKS:
+            fix = f"cut the trace to {MAX_BLOCKS} accesses"
+            raise InvalidRequestError("trace blocks", accesses, fix)
+    return BlockTrace(requests, len(row_of), size)
 
 
-def _cut_segments(segments: Iterable[Segment], size: int) -> Iterator[_Block]:
+def _cut(line: BlockLine | SegmentLine, size: int) -> tuple[Sequence[Hashable], int, bool]:
+    """Return what tells a line's blocks apart, how many are known, and if the last is full.
+
+    Of a prompt of tokens with its answer, as an engine stores them, the block in which the prompt
+    ends and the answer begins is not known.
+    """
+    if isinstance(line, SegmentLine):
+        blocks = list(_cut_segments((*line.inputs, line.output), size))
+        known = line.input_tokens // size if line.output_tokens else len(blocks)
+        return blocks, known, (line.input_tokens + line.output_tokens) % size == 0
+    if line.block_tokens != size:
+        fix = f"keep to one block_tokens a file, such as the first line's {size}"
+        raise InvalidRequestError("block_tokens", line.block_tokens, fix)
+    count = len(line.block_ids)
+    return line.block_ids, count, line.input_tokens >= count * size
+
+
+def _cut_segments(segments: Iterable[Segment], size: int) -> Iterator[Hashable]:
     """Yield blocks as which tokens of which streams they have."""
     block: list[tuple[int, int, int]] = []
     left = size
@@ -277,10 +246,10 @@ def _cut_segments(segments: Iterable[Segment], size: int) -> Iterator[_Block]:
             left -= end - first
             first = end
             if not left:
-                yield tuple(block), size
+                yield tuple(block)
                 block, left = [], size
     if block:
-        yield tuple(block), size - left
+        yield tuple(block)
 
 
 # --- replay
@@ -354,30 +323,28 @@ def replay_blocks(
         history = AccessHistory(trace.block_tokens)
         policy = make_policy(terms.policy, history), history
     replay = BlockReplay(*policy, capacity_bytes // block_bytes, block_bytes)
-    times, starts, rows = trace.times_s.tolist(), trace.starts.tolist(), trace.rows.tolist()
-    is_full = (trace.tokens == trace.block_tokens).tolist()
-    hits = [0] * trace.requests
-    longest = int(np.diff(trace.starts).max(initial=0))
+    longest = max(len(one.chain) for one in trace.requests)
     flops = np.diff(_prefill_flops(np.arange(longest + 1.0) * trace.block_tokens))
     started = time.perf_counter()
-    for at, (now_s, start, end) in enumerate(zip(times, starts, starts[1:], strict=False)):
-        chain = rows[start:end]
-        if chain:
-            facts = InsertInfo(tokens_full=is_full[chain[-1]], prompt_chunks=len(chain))
-            hits[at] = replay.request(chain, now_s, facts, flops[: len(chain)])
+    hits = []
+    for one in trace.requests:
+        facts = InsertInfo(one.is_full, prompt_chunks=len(one.chain))
+        hits.append(replay.request(one.chain, one.time_s, facts, flops[: len(one.chain)]))
     spent_s = time.perf_counter() - started
-    first = trace.requests // 2 if terms.from_half else 0
-    hit_blocks = np.minimum(np.array(hits, np.int64), trace.known)[first:]
-    inputs = trace.input_tokens[first:]
+    first = len(hits) // 2 if terms.from_half else 0
+    counted = trace.requests[first:]
+    inputs = np.array([one.input_tokens for one in counted], np.int64)
+    known = np.array([one.known for one in counted], np.int64)
+    hit_blocks = np.minimum(hits[first:], known)
     hit_tokens = np.minimum(hit_blocks * trace.block_tokens, inputs)
     return Outcome(
         policy=terms.policy,
         capacity_bytes=capacity_bytes,
         token_hit_rate=int(hit_tokens.sum()) / max(1, int(inputs.sum())),
-        block_hit_rate=int(hit_blocks.sum()) / max(1, int(trace.known[first:].sum())),
+        block_hit_rate=int(hit_blocks.sum()) / max(1, int(known.sum())),
         flops_saved=float(_prefill_flops(hit_tokens).sum()),
         evictions=replay.evictions,
-        requests_per_s=len(rows) / max(spent_s, 1e-9),
+        requests_per_s=replay.blocks / max(spent_s, 1e-9),
     )
 
 

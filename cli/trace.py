@@ -125,18 +125,16 @@ def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
 
     with synthetic_client(address, chunk_bytes, "trace-replay", DEADLINE_MS) as client:
         trace = make_blocks(read_trace(path))
-        done = Replayed(trace.requests)
+        done = Replayed(len(trace.requests))
         tensors = noise(client.model)
         started = time.monotonic()
-        for at in range(done.requests):
-            chain = trace.chain(at).tolist()
-            if not chain:
+        for one in trace.requests:
+            if not one.chain:
                 continue
-            known = int(trace.known[at])
-            done.blocks += known
-            keys = client.keys([token for row in chain for token in (row, 0, 0, 0) * 4])
+            done.blocks += one.known
+            keys = client.keys([token for row in one.chain for token in (row, 0, 0, 0) * 4])
             with client.lease(keys=keys) as lease:
-                done.hit_blocks += min(lease.match.ready, known)
+                done.hit_blocks += min(lease.match.ready, one.known)
                 missing = chunks_of(keys, [tensors])[lease.match.ready :]
                 for start in range(0, len(missing), _BATCH_CHUNKS):
                     puts = client.put_chunks(missing[start : start + _BATCH_CHUNKS])

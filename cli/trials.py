@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 import numpy as np
 
-from kvstore.cli.app import followed, given_access
+from kvstore.cli import app
 from kvstore.cli.calibrate import check_extras
-from kvstore.client import Client, ClientOptions
+from kvstore.client import Client
 from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.segments import SegmentQuery
 from kvstore.codecs.base import REPLACED, ChunkTensors, boundless_codecs
@@ -139,7 +139,7 @@ def run_model(folder: Path, text: str, tokens: int) -> Samples:
     limit = getattr(model.config, "max_position_embeddings", None) or CONTEXT_TOKENS
     context = max(min(CONTEXT_TOKENS, limit), MIN_CHUNK_TOKENS)
     chunks: list[tuple[ChunkTensors, int]] = []
-    for start in followed(range(0, len(ids), context), "reading the text"):
+    for start in app.followed(range(0, len(ids), context), "reading the text"):
         prompt = ids[start : start + context]
         if len(prompt) >= MIN_CHUNK_TOKENS:
             chunks += cut_prompt(_computed(model, prompt))
@@ -167,10 +167,8 @@ def connect(address: str, model: PreTrainedModel, tokenizer: Any, chunk_tokens: 
     """Return a client of *model*."""
     from kvstore.client.engines.transformers import representation_of
 
-    options = ClientOptions(
-        chunk_tokens=chunk_tokens, deadline_ms=DEADLINE_MS, name="calibrate", access=given_access()
-    )
-    return Client(address, representation_of(model, tokenizer), options)
+    named, terms = representation_of(model, tokenizer), {"chunk_tokens": chunk_tokens}
+    return app.client_of(address, named, DEADLINE_MS, name="calibrate", **terms)
 
 
 # --- gates of lossy copies

@@ -83,7 +83,9 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
         found: list[Decoded] = []
         for first in range(0, max(1, len(keys)), limit):
             some, lease_id = keys[first : first + limit], leases[first // limit] if leases else 0
-            wanted = Wanted(session, some, request.room, request.accuracy, first, request.shard)
+            wanted = Wanted(
+                session, some, request.room, request.accuracy, first, request.shard, bool(leases)
+            )
             some_digests = digests[DIGEST_BYTES * first : DIGEST_BYTES * (first + limit)]
             try:
                 plan = ReadPlan(

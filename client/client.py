@@ -515,7 +515,7 @@ class Client:
         return sum(reply.pending for reply in replies)
 
     def delete(self, tokens: Tokens = None, *, keys: Keys = None) -> int:
-        """Forget chunks on every tier; return how many. Chunks that are being read stay."""
+        """Forget chunks on every tier; return how many. Chunks under a lease stay."""
         names, request = self._named(tokens, keys), pb.DeleteRequest()
         return sum(r.deleted for r in self._link.ask("Delete", request, names, pb.DeleteResponse))
 

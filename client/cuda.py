@@ -295,6 +295,7 @@ class CudaTransport(ShmTransport):
         for place in places:
             slab = self.slabs.slab(place.number)
             slab.check(place)
+            slab.confirm(place.offset, place.generation)
             registration.note(place.number, slab.data)
             frames.append(slab.data[place.offset : place.offset + place.size_bytes])
             confirms.append(partial(slab.confirm, place.offset, place.generation))

@@ -89,11 +89,10 @@ class SlabMap:
         self.words = self.bytes[: len(memory) // 8 * 8].cast("Q")
 
     def check(self, place: Place) -> None:
-        """Raise InvalidRequestError unless *place* lies within, LeaseExpiredError once reused."""
+        """Raise InvalidRequestError unless *place* lies within."""
         offset, stop = place.offset, place.offset + place.size_bytes
         if offset < _WORD_BYTES or offset % _WORD_BYTES or stop > len(self.data):
             raise InvalidRequestError("place", (offset, stop), f"slab has {len(self.data)} bytes")
-        self.confirm(offset, place.generation)
 
     def confirm(self, offset: int, generation: int) -> None:
         """Raise LeaseExpiredError unless the frame at *offset* is still of this *generation*."""
@@ -232,6 +231,7 @@ class LeasedViews:
             return None
         slab = self._slabs.slab(place.number)
         slab.check(place)
+        slab.confirm(place.offset, place.generation)
         return view_at(self._keys[index], place, slab, self._whole)
 
     def _look(self) -> list[tuple[SlabMap, int, int] | None]:

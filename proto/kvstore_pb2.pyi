@@ -321,7 +321,7 @@ class Hints(_message.Message):
     def __init__(self, reuse: _Optional[_Union[Reuse, str]] = ..., priority: _Optional[int] = ..., ttl_ms: _Optional[int] = ..., pin_ms: _Optional[int] = ..., category: _Optional[str] = ..., prompt_tokens: _Optional[int] = ..., handover_ms: _Optional[int] = ...) -> None: ...
 
 class GetRequest(_message.Message):
-    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_accuracy", "layer_major", "ranges", "skip_rows", "peers", "key_namespace")
+    __slots__ = ("session_id", "digests", "lease_id", "deadline_ms", "via", "min_accuracy", "layer_major", "ranges", "skip_rows", "peers", "no_lease", "key_namespace")
     SESSION_ID_FIELD_NUMBER: _ClassVar[int]
     DIGESTS_FIELD_NUMBER: _ClassVar[int]
     LEASE_ID_FIELD_NUMBER: _ClassVar[int]
@@ -332,6 +332,7 @@ class GetRequest(_message.Message):
     RANGES_FIELD_NUMBER: _ClassVar[int]
     SKIP_ROWS_FIELD_NUMBER: _ClassVar[int]
     PEERS_FIELD_NUMBER: _ClassVar[int]
+    NO_LEASE_FIELD_NUMBER: _ClassVar[int]
     KEY_NAMESPACE_FIELD_NUMBER: _ClassVar[int]
     session_id: int
     digests: bytes
@@ -343,8 +344,9 @@ class GetRequest(_message.Message):
     ranges: _containers.RepeatedCompositeFieldContainer[FrameRange]
     skip_rows: bytes
     peers: _containers.RepeatedScalarFieldContainer[int]
+    no_lease: bool
     key_namespace: bytes
-    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_accuracy: _Optional[int] = ..., layer_major: bool = ..., ranges: _Optional[_Iterable[_Union[FrameRange, _Mapping]]] = ..., skip_rows: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ..., key_namespace: _Optional[bytes] = ...) -> None: ...
+    def __init__(self, session_id: _Optional[int] = ..., digests: _Optional[bytes] = ..., lease_id: _Optional[int] = ..., deadline_ms: _Optional[int] = ..., via: _Optional[_Union[Via, str]] = ..., min_accuracy: _Optional[int] = ..., layer_major: bool = ..., ranges: _Optional[_Iterable[_Union[FrameRange, _Mapping]]] = ..., skip_rows: _Optional[bytes] = ..., peers: _Optional[_Iterable[int]] = ..., no_lease: bool = ..., key_namespace: _Optional[bytes] = ...) -> None: ...
 
 class FrameRange(_message.Message):
     __slots__ = ("index", "start", "stop")

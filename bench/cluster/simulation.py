@@ -24,8 +24,9 @@ SHIFT_S = 60.0
 
 
 def shared_rows(trace: BlockTrace) -> frozenset[int]:
-    least = SHARED * trace.requests
-    return frozenset(row for row, n in Counter(trace.rows.tolist()).items() if n > least)
+    least = SHARED * len(trace.requests)
+    counts = Counter(row for one in trace.requests for row in one.chain)
+    return frozenset(row for row, n in counts.items() if n > least)
 
 
 def prompts(trace: BlockTrace, copies: int, seed: int = 1) -> Iterator[list[int]]:
@@ -36,13 +37,13 @@ def prompts(trace: BlockTrace, copies: int, seed: int = 1) -> Iterator[list[int]
     random = Random(seed)
     shared = shared_rows(trace)
     shifts = [random.uniform(0, SHIFT_S) for _ in range(copies)]
-    times = np.concatenate([trace.times_s + shift for shift in shifts])
-    starts, known, rows = trace.starts.tolist(), trace.known.tolist(), trace.rows.tolist()
+    times_s = np.array([one.time_s for one in trace.requests])
+    times = np.concatenate([times_s + shift for shift in shifts])
     for place in np.argsort(times, kind="stable").tolist():
-        copy, request = divmod(place, trace.requests)
-        chain = rows[starts[request] : starts[request] + known[request]]
+        copy, at = divmod(place, len(trace.requests))
+        chain = trace.requests[at].chain[: trace.requests[at].known]
         if chain and copy:
-            past = copy * len(trace.tokens)
+            past = copy * (trace.blocks + 1)
             chain = [row if row in shared else row + past for row in chain]
         if chain:
             yield chain

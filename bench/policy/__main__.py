@@ -119,7 +119,7 @@ def second_half(requests: list[BlockLine], keeps: NDArray[np.bool_] | None) -> f
         reuse = 0 if keeps is None else KEEP if keeps[at] else DISCARD
         full = request.input_tokens % request.block_tokens == 0
         facts = InsertInfo(full, reuse=reuse, prompt_chunks=len(request.block_ids))
-        cache.request(trace.chain(at).tolist(), request.time_s, facts)
+        cache.request(trace.requests[at].chain, request.time_s, facts)
     return (cache.hit_blocks - hits) / (cache.blocks - blocks)
 
 

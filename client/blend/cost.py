@@ -171,9 +171,7 @@ class Decision:
 class BlendPlanner:
     """Decides for one engine, and says how long loads are waited for. Any thread may call it.
 
-    *prior*: the engine's speed until something was measured. What is waited for in vain is lost,
-    as the prompt is computed then: a late store costs as much more than a full prefill as it was
-    waited for.
+    *prior*: the engine's speed until something was measured.
     """
 
     def __init__(self, n_layers: int, prior: Speed, link: LinkMeter) -> None:

@@ -127,8 +127,8 @@ class BlendReport:
     ``rows``: how many rows each layer computed. If they were measured: ``deviation``, the squared
     distance of fresh values from stored at CHECK_LAYER, and ``attention``, what each token got of
     the prompt's own rows, (tokens,) both. ``load_s``: what the source took; ``wait_s``: what of it
-    computing waited for. ``refused``: why segments were computed instead, by their index.
-    ``failure``: why the whole prompt was; empty if it was not.
+    was waited for. ``refused``: why segments were computed instead, by their index; ``failure``:
+    why the whole prompt was.
     """
 
     selected: Tensor
@@ -228,9 +228,8 @@ class Blender:
         """Compute *tokens* from *first* on behind *kv*, and into it; return their logits."""
         count = len(tokens)
         there = [(k[:, :count], v[:, :count]) for k, v in kv]
-        return LayerPass(tokens, torch.arange(first, count), first).run(
-            self.adapter, there.__getitem__
-        )
+        work = LayerPass(tokens, torch.arange(first, count), first)
+        return work.run(self.adapter, there.__getitem__)
 
     @torch.inference_mode()
     def blend(
@@ -265,7 +264,7 @@ class Blender:
         self, tokens: Sequence[int], logits_from: int, watch: Watch | None = None
     ) -> BlendResult:
         work = LayerPass(tokens, torch.arange(len(tokens)), logits_from, watch=watch)
-        logits = work.run(self.adapter, dict[int, LayerKV]().__getitem__)  # nothing is stored
+        logits = work.run(self.adapter)
         report = BlendReport(work.rows[:0], tuple(work.row_counts))
         return BlendResult(logits, tuple(work.kv), is_blended=False, report=report)
 

@@ -154,7 +154,7 @@ class LayerPass:
     kv: list[LayerKV] = field(default_factory=list)
     row_counts: list[int] = field(default_factory=list)
 
-    def run(self, adapter: EngineAdapter, stored_kv: StoredKV) -> Tensor:
+    def run(self, adapter: EngineAdapter, stored_kv: StoredKV | None = None) -> Tensor:
         """Compute all layers; return the logits of the rows from ``logits_from`` on.
 
         *stored_kv* is not called when every row is computed and none is compared: the result is
@@ -164,7 +164,7 @@ class LayerPass:
         is_whole = self.choose is None and len(self.rows) == len(self.tokens)
         hidden = adapter.embed(torch.tensor(self.tokens, device=adapter.device)[self.rows])
         for layer in range(adapter.n_layers):
-            placed = None if is_whole else stored_kv(layer)  # waits; the next layer is requested
+            placed = None if is_whole or stored_kv is None else stored_kv(layer)  # waits
             query, *fresh = adapter.qkv(layer, hidden, self.rows)
             before = self.rows
             self._place(layer, fresh, placed)

@@ -54,11 +54,10 @@ def most_measured(plan: BlendPlan, measured: Tensor | None) -> Tensor:
 
     Attention (``query_attention``, ProphetKV's idea, arXiv 2602.02579): what the prompt's own
     tokens look at. A first pass computes the gaps and the suffix alone, over all stored rows as
-    they are, and sums what its last tokens attend to. It needs all layers before the second pass.
+    they are, and sums what its last tokens attend to.
 
     Deviation (``hkvd``, CacheBlend, arXiv 2405.16444, section 4.3): the squared difference between
-    fresh and stored values. Up to the check layer, that of its released code, all rows are
-    computed; there those that deviate most stay. Departure: gaps and suffix do not compete.
+    fresh and stored values at the check layer. Departure: gaps and suffix do not compete.
     """
     return first_k(plan, None) if measured is None else pick_share(plan, measured)
 
@@ -66,10 +65,8 @@ def most_measured(plan: BlendPlan, measured: Tensor | None) -> Tensor:
 def hybrid(plan: BlendPlan, measured: Tensor | None) -> Tensor:
     """Return half of the rows by attention times the stored scores, half by the scores alone.
 
-    Attention says what this prompt needs, but only of what its own tokens read: answers read on,
-    and near rows get more of it than far ones whose context has changed more. The scores say which
-    rows are wrong without their old context, whatever is asked. Each alone misses rows the other
-    finds.
+    Attention says what this prompt's own tokens read, but answers read on. The scores say which
+    rows are wrong without their old context, whatever is asked.
     """
     scores = _stored_scores(plan)
     if measured is None or scores is None:

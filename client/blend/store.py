@@ -37,8 +37,7 @@ class StoreSource:
 
     *tokens* are the prompt's. Consecutive chunks that stood behind one another in their own
     prompt, too, are one segment. The prompt's last chunk is always computed, as its logits are
-    wanted. Layer i + 1 is on its way while layer i is used. Leave the ``with`` to end the
-    loads; *resolved* is its owner's to release.
+    wanted. Leave the ``with`` to end the loads; *resolved* is its owner's to release.
 
     Raises ModelError for models with anything but one attention layer a number.
     """

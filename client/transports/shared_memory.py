@@ -124,6 +124,8 @@ class ShmTransport(Transport):
     @contextmanager
     def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
         request = self.request(plan, pb.VIA_SHARED_MEMORY)
+        # Frames that are copied at once are right if their memory's generation is so afterwards.
+        request.no_lease = not (plan.lease_id or plan.ranges or plan.layer_major)
         with ExitStack() as stack:
             if plan.ranges:
                 yield Arrivals(self._ranges(self.replies(stack, request), plan.ranges))

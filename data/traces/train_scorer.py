@@ -90,14 +90,11 @@ def record(trace: BlockTrace, share: float) -> Samples:
     policy = _Recorder(history)
     places = max(1, int(trace.blocks * share))
     replay = BlockReplay(policy, history, places, BLOCK_BYTES, ghosts=trace.blocks)
-    longest = int(np.diff(trace.starts).max())
+    longest = max(len(one.chain) for one in trace.requests)
     flops = flops_of_blocks(longest, trace.block_tokens)
-    is_full = trace.tokens == trace.block_tokens
-    for request in range(trace.requests):
-        chain = trace.chain(request).tolist()
-        if chain:
-            facts = InsertInfo(tokens_full=bool(is_full[chain[-1]]), prompt_chunks=len(chain))
-            replay.request(chain, float(trace.times_s[request]), facts, flops[: len(chain)])
+    for one in trace.requests:
+        facts = InsertInfo(one.is_full, prompt_chunks=len(one.chain))
+        replay.request(one.chain, one.time_s, facts, flops[: len(one.chain)])
     if not policy.seen:
         return np.empty((0, len(FEATURES))), np.empty(0)
     patience_s = 2.0 * float(np.mean(policy.ages_s))

@@ -44,14 +44,16 @@ class GetStream:
     deadline: float
     reach: frozenset[Reach] = NO_REACH
     lease_id: int = 0
-    _has_places: bool = False
+    _is_held: bool = False
+    """A lease of its own outlives it: there are places that need one."""
 
     def messages(self) -> Iterator[pb.GetResponse]:
         """Yield the answer in messages. Raises as ``parts``."""
         with closing(self.parts()) as parts:
             for part in parts:
                 if not isinstance(part, LayerPart):
-                    yield pb.GetResponse(lease_id=self.lease_id, index=part[0], places=part[1])
+                    lease_id = self.lease_id if self._is_held else 0
+                    yield pb.GetResponse(lease_id=lease_id, index=part[0], places=part[1])
                     continue
                 for start in range(0, len(part.data), MESSAGE_BYTES):
                     data = part.data[start : start + MESSAGE_BYTES].tobytes()
@@ -91,8 +93,8 @@ class GetStream:
             else:
                 yield from self._frames(keys, terms)
             # Through shared memory the client reads after this call and releases by itself; one
-            # that cancelled it, or got no place, does not.
-            release = release and not self._has_places
+            # that cancelled it, or got no place that needs a lease, does not.
+            release = release and not self._is_held
         finally:
             if release:
                 store.release(session, self.lease_id)
@@ -110,13 +112,15 @@ class GetStream:
                 yield from reads.ranges(index, keys[index], spans, terms)
 
     def _frames(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart | Places]:
-        reads, remote = self.store.reads, self.store.tiers.remote
+        request, reads, remote = self.request, self.store.reads, self.store.tiers.remote
         first, lenders = 0, set[int]()
         if terms.reach:
             rows = reads.in_place(keys, terms)
             first = len(rows)
             if first:
-                yield self._places(0, rows.tobytes(), reads.place_names(terms))
+                needs_lease = not request.no_lease or bool((rows["reach"] != Reach.memory).any())
+                names = reads.place_names(terms)
+                yield self._places(0, rows.tobytes(), names, needs_lease=needs_lease)
                 reads.note_in_place(keys, rows, terms)
             if remote is not None and first < len(keys):
                 lenders = remote.tier.lenders(keys[first:])
@@ -144,7 +148,13 @@ class GetStream:
         return self._places(results[0].chunk, rows, names, lenders)
 
     def _places(
-        self, index: int, rows: bytes, names: Sequence[str], lenders: Iterable[int] = ()
+        self,
+        index: int,
+        rows: bytes,
+        names: Sequence[str],
+        lenders: Iterable[int] = (),
+        *,
+        needs_lease: bool = True,
     ) -> Places:
-        self._has_places = True
+        self._is_held = self._is_held or needs_lease
         return index, pb.Places(rows=rows, tier_names=names, peers=lenders)

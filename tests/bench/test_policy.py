@@ -12,12 +12,7 @@ from bench.lib import TRACES
 from bench.lib.report import Report
 from bench.lib.traces import read_blocks, read_segments, tokens_of
 from bench.policy import __main__ as policy
-from bench.policy.hybrid import (
-    BARS,
-    hybrid_rows,
-    learn_prior,
-    state_requests,
-)
+from bench.policy.hybrid import BARS, hybrid_rows, learn_prior, state_requests
 from bench.policy.tiers import TierCounts, TierReplay, compare_writes
 
 from kvstore.proto.key_table import NO_ROW

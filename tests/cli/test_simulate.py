@@ -142,12 +142,13 @@ def line(*ids: int, tokens: int | None = None, size: int = 512) -> BlockLine:
 
 def test_a_block_is_what_it_is_with_all_that_comes_before_it() -> None:
     trace = make_blocks([line(7, 3), line(7, 9), line(7, 3, 2)])
-    assert [trace.chain(i).tolist() for i in range(3)] == [[1, 2], [1, 3], [1, 2, 4]]
-    assert (trace.requests, trace.blocks) == (3, 4)
+    assert [one.chain for one in trace.requests] == [[1, 2], [1, 3], [1, 2, 4]]
+    assert trace.blocks == 4
     trace = make_blocks([line(1, 5), line(2, 5), line(5)])
-    assert [trace.chain(i).tolist() for i in range(3)] == [[1, 2], [3, 4], [5]]
+    assert [one.chain for one in trace.requests] == [[1, 2], [3, 4], [5]]
     trace = make_blocks([line(1, 2, tokens=700)])
-    assert (trace.tokens.tolist(), trace.known.tolist()) == ([0, 512, 188], [2])
+    assert [(one.known, one.is_full) for one in trace.requests] == [(2, False)]
+    assert make_blocks([line(1, 2, tokens=1024)]).requests[0].is_full
 
 
 def turn(inputs: list[tuple[int, int]], output: tuple[int, int]) -> SegmentLine:
@@ -159,8 +160,8 @@ def test_prompts_that_share_segments_share_their_full_blocks() -> None:
     first = turn([(1, 8), (2, 4)], (3, 4))
     second = turn([(1, 8), (2, 4), (3, 4), (4, 1)], (5, 2))
     trace = make_blocks([first, second, turn([(1, 8), (9, 8)], (3, 0))], 8)
-    assert [trace.chain(i).tolist() for i in range(3)] == [[1, 2], [1, 2, 3], [1, 4]]
-    assert trace.tokens.tolist() == [0, 8, 8, 3, 8]
+    assert [one.chain for one in trace.requests] == [[1, 2], [1, 2, 3], [1, 4]]
+    assert [one.is_full for one in trace.requests] == [True, False, True]
 
 
 def test_blocks_are_the_same_where_their_tokens_and_all_before_are() -> None:
@@ -168,14 +169,14 @@ def test_blocks_are_the_same_where_their_tokens_and_all_before_are() -> None:
     lines = [turn([(1, 6), (2, 10)], (0, 0)), turn([(1, 6), (0, 0), (2, 4), (3, 6)], (0, 0))]
     lines += [turn([(1, 8)], (0, 0)), turn([(2, 8)], (0, 0)), turn([(1, 6), (2, 2)], (4, 0))]
     trace = make_blocks(lines, 8)
-    assert [trace.chain(i).tolist() for i in range(5)] == [[1, 2], [1, 3], [4], [5], [1]]
+    assert [one.chain for one in trace.requests] == [[1, 2], [1, 3], [4], [5], [1]]
 
 
 def test_a_lookup_knows_the_blocks_of_the_prompt_and_not_the_one_in_which_it_ends() -> None:
     lines = [turn([(1, 12)], (2, 9)), turn([(1, 12)], (2, 0)), turn([(1, 16)], (2, 1))]
-    assert make_blocks(lines, 8).known.tolist() == [1, 2, 2]
+    assert [one.known for one in make_blocks(lines, 8).requests] == [1, 2, 2]
     trace = make_blocks([turn([], (1, 0)), turn([(1, 3)], (1, 0))], 8)
-    assert [len(trace.chain(i)) for i in range(2)] == [0, 1], "a prompt of nothing has none"
+    assert [len(one.chain) for one in trace.requests] == [0, 1], "a prompt of nothing has none"
 
 
 def test_blocks_have_a_limit_and_one_size(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.device_engine import paged_in, read_pages
-from helpers.gpu_twin import use_device
+from helpers.device_frames import use_device
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import SMALL, chunks_of, frame_of, is_right, keys_of
 from helpers.slow_device import LateDevice

@@ -15,8 +15,8 @@ import torch
 from contracts.chunks import make_frame, make_representation
 from helpers.cpu_kernels import compile_kernels
 from helpers.device_engine import CHUNK_TOKENS, Engine, blocks_for, raw_bytes, read_pages
+from helpers.device_frames import frame_on_device, use_device
 from helpers.disk_damage import flip_a_bit
-from helpers.gpu_twin import frame_on_device, use_device
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import SMALL, chunks_of, keys_of, steady_tensors, store, tensors_of, tokens
 

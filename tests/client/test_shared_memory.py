@@ -31,7 +31,7 @@ from kvstore.client.session import Session
 from kvstore.client.transports.base import ReadPlan, Transport
 from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.client.view import ChunkView, LeasedViews, SlabMap, geometry_of
-from kvstore.codecs.base import empty_tensors
+from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto import frame, unix_socket
 from kvstore.proto.buffers import Pieces, copy_groups
@@ -72,6 +72,24 @@ class TestShmTransport(TransportContract):
                 held.confirm()
         assert_reads(client, other)
 
+    def test_a_get_out_of_memory_keeps_no_chunk_and_ends_before_one_that_goes_meanwhile(
+        self, client: Client, server: LocalServer
+    ) -> None:
+        keys, other = store(client, 1, 3), server.connect(options=self.options())
+        assert_reads(client, keys)
+
+        def room(index: int, layout: KVLayout) -> ChunkTensors:
+            if index == 1:
+                assert eventually(lambda: server.usage().leases == 0)
+                assert other.delete(keys=keys[1:2]) == 1
+            return empty_tensors(layout)
+
+        assert len(client.get_chunks(keys, room)) == 1
+        assert client.is_connected
+        assert_reads(client, [keys[0]])
+        assert client.lookup(keys=keys).ready == 1
+        assert len(client.stat(keys=keys)) == 2, "what was not found wrong is still there"
+
     def test_chunk_larger_than_the_staging_memory_is_put_all_the_same(
         self, connect: Callable[..., Client]
     ) -> None:
@@ -89,6 +107,7 @@ class TestShmTransport(TransportContract):
             found = list(arriving)
             assert [one.tier for one in found] == ["disk"] * 3
             assert all(isinstance(one.data, FileFrame) for one in found)
+            assert server.usage().leases == 1, "room in a file is used again unnoticed"
         server.settled()
         assert server.counter("promoted_chunks") == 0
         assert_reads(client, keys)

@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 from contracts.codec import SMALL, template
 from contracts.ends import HYBRID
 from contracts.lossy_codec import numbers
+from golden.samples import FOLDER
 
+from kvstore.codecs.assets import ASSETS, read_asset
 from kvstore.codecs.base import (
     CODECS,
     REPLACED,
@@ -21,8 +25,10 @@ from kvstore.codecs.base import (
     codec_by_name,
     empty_tensors,
 )
+from kvstore.codecs.conformance import check_reader, check_written, decode, main
 from kvstore.codecs.kvq import KvqCodec
-from kvstore.proto.errors import LayoutMismatchError, UnknownCodecError
+from kvstore.proto.buffers import as_bytes, checksum
+from kvstore.proto.errors import KVStoreError, LayoutMismatchError, UnknownCodecError
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind, RopeParameters
 
 
@@ -96,3 +102,129 @@ def test_empty_tensors_have_the_layout_they_were_made_for() -> None:
     assert sum(part.nbytes for part in parts) == layout.raw_bytes
     with pytest.raises(LayoutMismatchError, match=r"^components=2"):
         check_tensors(SMALL, tensors)
+
+
+FRAMES = sorted(FOLDER.glob("*.frame"))
+RAW, SHARD, LOSSY = (FOLDER / f"{name}-r1.frame" for name in ("raw", "shard", "kivi-8"))
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _assets() -> None:
+    for path in FOLDER.glob("*.kvasset"):
+        ASSETS.add(read_asset(path))
+
+
+def own(path: Path) -> bytes | None:
+    """Read as this project does."""
+    try:
+        decoded = decode(as_bytes(path.read_bytes()))
+    except KVStoreError:
+        return None
+    return decoded.data if decoded.header.shard is None else None
+
+
+def faults(read: Callable[[Path], bytes | None], path: Path, folder: Path) -> list[str]:
+    decoded = check_written(as_bytes(path.read_bytes()))
+    return list(check_reader(read, path, decoded, folder))
+
+
+@pytest.mark.parametrize("path", FRAMES, ids=lambda path: path.stem)
+def test_a_golden_frame_is_right_and_its_reader_refuses_every_damaged_copy(
+    path: Path, tmp_path: Path
+) -> None:
+    seen: list[str] = []
+
+    def read(copy: Path) -> bytes | None:
+        seen.append(copy.name)
+        return own(copy)
+
+    assert faults(read, path, tmp_path) == []
+    assert len(seen) > 60
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_reader_that_takes_all_or_nothing_or_other_bytes_is_found_out(tmp_path: Path) -> None:
+    data = own(RAW)
+    assert data is not None
+    everything = faults(lambda _: data, RAW, tmp_path)
+    assert len(everything) > 60
+    assert "does not refuse a copy with a fault: a codec from the future" in everything
+    assert "does not refuse a copy with a fault: empty" in everything
+    assert faults(lambda _: None, RAW, tmp_path) == ["refuses it"]
+    one_more = bytes([data[0] + 1]) + data[1:]
+    for wrong, fault in (
+        (data[1:], "gives 2047 bytes, not 2048"),
+        (one_more, "gives values that are 1 steps off"),
+    ):
+        answers = {RAW: wrong}
+        assert faults(answers.get, RAW, tmp_path) == [fault]
+    assert faults({SHARD: b""}.get, SHARD, tmp_path) == ["takes a rectangle for a whole chunk"]
+
+
+def test_a_lossy_frame_may_be_decoded_to_the_neighbours_of_its_values(tmp_path: Path) -> None:
+    data = own(LOSSY)
+    assert data is not None
+    for steps, expected in ((1, []), (2, ["gives values that are 2 steps off"])):
+        near = bytes([data[0] ^ steps]) + data[1:]
+        assert faults({LOSSY: near}.get, LOSSY, tmp_path) == expected
+
+
+@pytest.mark.parametrize("place", ["reserved", "gap"])
+def test_a_writer_that_leaves_rubbish_where_zeros_belong_is_found_out(
+    place: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    frame = bytearray((FOLDER / "lossless-r2.frame").read_bytes())
+    header = decode(as_bytes(bytes(frame))).header
+    if place == "reserved":
+        frame[170] = 1
+        frame[184:192] = bytes(8)
+        frame[184:192] = checksum(bytes(frame[: header.header_bytes])).to_bytes(8, "little")
+    else:
+        first = header.segments[0]
+        frame[int(first["offset"]) + int(first["stored_bytes"])] = 1
+    path = tmp_path / "theirs.frame"
+    path.write_bytes(frame)
+    assert decode(as_bytes(bytes(frame))).data
+    assert main([str(path)]) == 1
+    out = capfd.readouterr().out
+    assert out.startswith(f"wrong theirs.frame: {place}")
+    assert "write zeros" in out
+
+
+def test_the_command_prints_a_line_for_each_frame_and_runs_a_reader(
+    capfd: pytest.CaptureFixture[str],
+) -> None:
+    assets = map(str, FOLDER.glob("*.kvasset"))
+    assert main([*map(str, FRAMES), "--asset", *assets]) == 0
+    lines = capfd.readouterr().out.splitlines()
+    assert [line.split(":")[0] for line in lines] == [f"ok {path.name}" for path in FRAMES]
+    assert main([str(RAW), "--reader", "false"]) == 1
+    assert capfd.readouterr().out == "wrong raw-r1.frame: the reader refuses it\n"
+    assert main([str(RAW), "--reader", "cat"]) == 1
+    lines = capfd.readouterr().out.splitlines()
+    assert lines[0] == "wrong raw-r1.frame: the reader gives 2368 bytes, not 2048"
+    assert len(lines) > 60
+
+
+def test_what_cannot_be_read_or_run_is_named_and_what_is_no_frame_is_wrong(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    for arguments in (
+        ["gone.frame"], [str(RAW), "--reader", "/no/such"], [str(RAW), "--asset", str(RAW)]
+    ):  # fmt: skip
+        assert main(arguments) == 2
+        assert Path(arguments[-1]).name in capfd.readouterr().err
+    path = tmp_path / "cut.frame"
+    path.write_bytes(RAW.read_bytes()[:-1])
+    assert main([str(path)]) == 1
+    assert "cut.frame" in capfd.readouterr().out
+    assert main([str(path), "--decode"]) == 1
+    assert main([str(SHARD), "--decode"]) == 1
+    found = capfd.readouterr()
+    assert found.out == ""
+    assert "rectangle" in found.err
+
+
+def test_decoded_bytes_are_written_as_they_are(capfdbinary: pytest.CaptureFixture[bytes]) -> None:
+    assert main([str(RAW), "--decode"]) == 0
+    assert capfdbinary.readouterr().out == own(RAW)

@@ -49,15 +49,7 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import SEGMENT_DTYPE, FrameHeader, parse_header
-from kvstore.proto.types import (
-    ChunkShard,
-    DType,
-    Extent,
-    KVLayout,
-    LayerGroup,
-    LayerKind,
-    Model,
-)
+from kvstore.proto.types import ChunkShard, DType, Extent, KVLayout, LayerGroup, LayerKind, Model
 
 CPU = torch.device("cpu")
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -186,9 +178,7 @@ def assert_rows_move(
             assert np.array_equal(frame.header.segment(ours, at), segment)
 
 
-def two_frames(
-    shape: tuple[DType, int, int, int, int, int, int],
-) -> tuple[Bytes, list[FrameAt]]:
+def two_frames(shape: tuple[DType, int, int, int, int, int, int]) -> tuple[Bytes, list[FrameAt]]:
     """Return two frames in one piece of memory, each chunk behind the other in the request."""
     dtype, layers, heads, dim, tokens, _, first_token = shape
     of_model = make_representation(layers, heads, dim, dtype)

@@ -17,12 +17,7 @@ from kvstore.codecs.assets import ASSETS, read_asset
 from kvstore.codecs.base import codec_by_id, empty_tensors
 from kvstore.codecs.slices import decode_shard
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
-from kvstore.proto.errors import (
-    ChunkCorruptError,
-    InvalidFrameError,
-    ModelError,
-    UnknownCodecError,
-)
+from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, ModelError, UnknownCodecError
 from kvstore.proto.frame import (
     COMPONENT,
     FIXED_BYTES,

@@ -20,14 +20,7 @@ from kvstore.client.planning import PlanTerms
 from kvstore.codecs.base import AnyTensors, ChunkTensors, empty_tensors
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.plans import PrefillModel
-from kvstore.proto.types import (
-    ChunkKey,
-    DType,
-    KVLayout,
-    LayerGroup,
-    LayerKind,
-    PutOutcome,
-)
+from kvstore.proto.types import ChunkKey, DType, KVLayout, LayerGroup, LayerKind, PutOutcome
 
 TOKENS = 16
 ATTENTION = LayerGroup(LayerKind.attention, DType.bfloat16, (0, 3), 2, 8)

@@ -23,11 +23,7 @@ from kvstore.client.decode import Layer
 from kvstore.client.transports.base import ReadPlan, Transport, read_layers
 from kvstore.codecs.base import Part
 from kvstore.codecs.block_part import BlockPart
-from kvstore.proto.errors import (
-    InvalidRequestError,
-    KVStoreError,
-    LayoutMismatchError,
-)
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, LayoutMismatchError
 from kvstore.proto.types import (
     DIGEST_BYTES,
     ChunkKey,

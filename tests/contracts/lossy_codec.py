@@ -40,11 +40,7 @@ from kvstore.codecs.floats import FLOAT_TYPES, from_float32, is_finite, to_float
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.transcode import transcode
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import (
-    InvalidFrameError,
-    InvalidRequestError,
-    UnknownCodecError,
-)
+from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, UnknownCodecError
 from kvstore.proto.frame import FrameWriter, check_frame, parse_header
 from kvstore.proto.types import Accuracy, ChunkKey, Component, DType, KVLayout, LayerKind
 

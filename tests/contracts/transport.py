@@ -41,14 +41,7 @@ from kvstore.client.session import Session
 from kvstore.client.transports.base import ReadPlan, Transport
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
-from kvstore.proto.types import (
-    DIGEST_BYTES,
-    ChunkKey,
-    DType,
-    KVLayout,
-    Model,
-    PutOutcome,
-)
+from kvstore.proto.types import DIGEST_BYTES, ChunkKey, DType, KVLayout, Model, PutOutcome
 
 
 class TransportContract(LayersContract, EndsContract, ParallelContract):

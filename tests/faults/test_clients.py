@@ -116,9 +116,7 @@ def kill_one(server: LocalServer) -> Callable[[int, int], float]:
 
 
 def test_what_killed_clients_held_is_free_within_two_seconds_to_the_last_byte(
-    server: LocalServer,
-    kill_one: Callable[[int, int], float],
-    amount: Callable[[int, int], int],
+    server: LocalServer, kill_one: Callable[[int, int], float], amount: Callable[[int, int], int]
 ) -> None:
     client = server.connect("shm")
     keys = store(client, 1, CHUNKS)

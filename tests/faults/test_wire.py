@@ -32,9 +32,7 @@ def works(client: Client, keys: list[ChunkKey]) -> int:
 
 
 def test_what_a_network_changes_is_an_error_or_a_miss_and_never_wrong(
-    make_server: ServerMaker,
-    proxy: Callable[[int], FaultProxy],
-    amount: Callable[[int, int], int],
+    make_server: ServerMaker, proxy: Callable[[int], FaultProxy], amount: Callable[[int, int], int]
 ) -> None:
     server = make_server("--default-deadline-ms", "1000")
     between = proxy(server.node.port)

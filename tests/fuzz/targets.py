@@ -44,13 +44,7 @@ from kvstore.tiers.disk_index import (
     unpack_owner,
     unpack_row,
 )
-from kvstore.tiers.encrypted import (
-    HEADER_BYTES,
-    TAG_BYTES,
-    KeyRing,
-    UnknownKeyError,
-    cells,
-)
+from kvstore.tiers.encrypted import HEADER_BYTES, TAG_BYTES, KeyRing, UnknownKeyError, cells
 from kvstore.tiers.redis_chunks import Manifest, parse_manifest
 
 Target = Callable[[bytes], object]

@@ -5,8 +5,10 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
+import pytest
 import torch
 from contracts.chunks import payload
 from contracts.codec import Tensors, all_zero, filled
@@ -14,9 +16,14 @@ from helpers.cpu_kernels import guarded
 
 from kvstore.codecs.paged import FrameAt, Paged, Pages
 from kvstore.proto.buffers import Bytes
+from kvstore.proto.device import Device
 from kvstore.proto.errors import InvalidFrameError, UnknownCodecError
 from kvstore.proto.frame import FrameHeader, parse_header
-from kvstore.proto.types import Component
+from kvstore.proto.types import ChunkKey, Component
+from kvstore.server import wiring
+from kvstore.server.settings import settings as config_module
+from kvstore.server.settings.rules import GpuConfig
+from kvstore.tiers.gpu import GpuTier
 
 CPU = torch.device("cpu")
 BLOCK_TOKENS, FIRST_TOKEN = 16, 11
@@ -90,3 +97,25 @@ def is_refused(call: Callable[[], object]) -> bool:
     except (InvalidFrameError, UnknownCodecError):
         return True
     return False
+
+
+def use_device(
+    monkeypatch: pytest.MonkeyPatch, folder: Path, device: Device, capacity_bytes: int = 0
+) -> None:
+    """Have servers that start from now on put their gpu tier on *device*.
+
+    With *capacity_bytes* it is smaller than settings allow.
+    """
+
+    def open_tier(config: GpuConfig) -> GpuTier:
+        return GpuTier(capacity_bytes or config.capacity_bytes, device, 4096)
+
+    monkeypatch.setattr(config_module, "_CUDA_CONTROL", folder)
+    monkeypatch.setattr(wiring, "open_gpu_tier", open_tier)
+
+
+def frame_on_device(gpu: GpuTier, key: ChunkKey) -> torch.Tensor:
+    """Return the bytes of a sealed frame where they lie, to look at or to damage."""
+    place = gpu.locate(key)
+    assert place is not None
+    return gpu.memory[place.offset : place.offset + place.size_bytes]

@@ -16,9 +16,8 @@ from threading import Event as Gate
 from typing import Any, cast
 
 import torch
-from helpers.delayed_device import DelayedDevice
 from helpers.local_server import eventually
-from helpers.slow_device import SlowDevice
+from helpers.slow_device import DelayedDevice, SlowDevice
 from helpers.vllm_pages import representation
 from helpers.vllm_stand_ins import FakeRequest, step
 from helpers.vllm_steps import options

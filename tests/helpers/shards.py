@@ -13,15 +13,7 @@ from kvstore.codecs.base import ChunkTensors
 from kvstore.codecs.slices import encode_shard, shard_frame_bytes
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameTemplate
-from kvstore.proto.types import (
-    ChunkShard,
-    DType,
-    Extent,
-    KVLayout,
-    LayerGroup,
-    LayerKind,
-    Model,
-)
+from kvstore.proto.types import ChunkShard, DType, Extent, KVLayout, LayerGroup, LayerKind, Model
 
 WIDE = make_representation(layers=3, kv_heads=4, head_dim=8)
 """Three layers of four heads: a frame of 16 tokens has 6.4 KB."""

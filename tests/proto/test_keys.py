@@ -28,13 +28,7 @@ from kvstore.proto.keys import (
     representation_digest,
     tokens_le32,
 )
-from kvstore.proto.types import (
-    DType,
-    LayerGroup,
-    LayerKind,
-    Model,
-    RopeParameters,
-)
+from kvstore.proto.types import DType, LayerGroup, LayerKind, Model, RopeParameters
 
 GROUP = REPRESENTATION.layer_groups[0]
 ROPE = REPRESENTATION.rope

@@ -52,15 +52,7 @@ from kvstore.proto.plans import (
     PrefillModel,
     Reuse,
 )
-from kvstore.proto.types import (
-    ChainDigest,
-    ChunkInfo,
-    ChunkKey,
-    DType,
-    KVLayout,
-    Model,
-    Namespace,
-)
+from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, DType, KVLayout, Model, Namespace
 
 ROW = bytes.fromhex(vectors()["raw_index_row"])
 LAYOUT = template().layout

@@ -209,9 +209,7 @@ def test_a_read_that_was_cancelled_twice_has_ended_too(server: LocalServer) -> N
     asyncio.run(work())
 
 
-def test_turbovec_342_puts_go_ahead_of_the_lookups_that_wait_for_them(
-    server: LocalServer,
-) -> None:
+def test_turbovec_342_puts_go_ahead_of_the_lookups_that_wait_for_them(server: LocalServer) -> None:
     """turbovec#342: readers held every thread of a pool, waiting for writers that needed one.
 
     Here 40 lookups of one client wait for announced chunks, and then the same client puts these:

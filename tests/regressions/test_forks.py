@@ -80,9 +80,7 @@ def test_grpc_13464_the_parents_calls_go_on_through_a_fork(
     assert faults_of(server, "busy", transport) == []
 
 
-def test_grpc_13464_a_call_that_a_fork_holds_up_ends_by_its_deadline(
-    server: ServerProcess,
-) -> None:
+def test_grpc_13464_a_call_that_a_fork_holds_up_ends_by_its_deadline(server: ServerProcess) -> None:
     """A fork waits for calls that run, and holds up the others meanwhile."""
     assert faults_of(server, "late", "grpc") == []
 

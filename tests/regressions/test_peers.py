@@ -83,10 +83,7 @@ def test_lmcache_4817_much_of_a_burst_is_dropped(lmcache: LMCache, tmp_path: Pat
     """Pain 3: chunks stored faster than its eviction keeps up are gone, without an error to who
     stored them. What must hold here: test_room.py, and tests/e2e/test_lifecycle.py at 2,000 chunks.
     """
-    with (
-        serving(lmcache, tmp_path / "files") as server,
-        server.client(1000) as client,
-    ):
+    with serving(lmcache, tmp_path / "files") as server, server.client(1000) as client:
         client.ask(f"store 0 {BURST_CHUNKS}")
         read = client.ask(f"read {BURST_CHUNKS} 0")
     assert read["reads"] == BURST_CHUNKS

@@ -95,9 +95,7 @@ def test_lmcache_4676_a_server_that_hangs_costs_one_deadline_and_then_nothing(
         assert eventually(lambda: engine.load(prompt).stored_tokens == 64)
 
 
-def test_lmcache_1938_what_is_sooner_computed_than_loaded_is_computed(
-    server: LocalServer,
-) -> None:
+def test_lmcache_1938_what_is_sooner_computed_than_loaded_is_computed(server: LocalServer) -> None:
     """LMCache#1938: the time to the first token doubled with the cache; sglang#31398, LMCache#4797
     the same: whatever was found was loaded, whatever that took.
 

@@ -17,6 +17,11 @@ TIER_BYTES = 1 << 20
 
 
 @pytest.fixture
+def clock() -> FakeClock:
+    return FakeClock()
+
+
+@pytest.fixture
 def disk() -> Tier:
     return SimDisk(TIER_BYTES, no_faults())
 
@@ -35,9 +40,9 @@ def gated() -> Iterator[GatedDisk]:
 
 
 @pytest.fixture
-def core(disk: Tier) -> Iterator[Core]:
+def core(disk: Tier, clock: FakeClock) -> Iterator[Core]:
     """CPU memory for twelve frames of a prompt, and a disk for many more."""
-    with closing(Core([disk], clock=FakeClock())) as core:
+    with closing(Core([disk], clock=clock)) as core:
         yield core
 
 

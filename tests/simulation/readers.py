@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from simulation.bounds import bounded
 from simulation.oracle import LiveLease, Oracle
 from simulation.universe import universe
-from simulation.world import LEASE_TTL_S, World
+from simulation.world import LEASE_TTL_S, World, bounded
 
 from kvstore.proto.errors import InvalidRequestError, LeaseExpiredError, QuotaExceededError
 from kvstore.proto.types import ChunkKey

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import numpy as np
-from simulation.bounds import bounded
 from simulation.oracle import OpenPut, Oracle
 from simulation.universe import TENANTS, Version, universe
-from simulation.world import World
+from simulation.world import World, bounded
 
 from kvstore.proto.errors import (
     ChunkCorruptError,

@@ -23,13 +23,7 @@ from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.tiers import disk_io
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
-from kvstore.tiers.disk_io import (
-    BLOCK_BYTES,
-    BOUNCE_BUFFERS,
-    BOUNCE_BYTES,
-    DirectIO,
-    FileIO,
-)
+from kvstore.tiers.disk_io import BLOCK_BYTES, BOUNCE_BUFFERS, BOUNCE_BYTES, DirectIO, FileIO
 
 FILE_BYTES = 3 * BOUNCE_BYTES
 

@@ -156,9 +156,7 @@ def test_a_damaged_or_unknown_identity_is_refused(paths: list[Path]) -> None:
         refused(paths[:2], f"{paths[1]} .*{why}; nothing was changed")
 
 
-def test_a_second_folder_that_is_too_small_takes_back_what_the_first_got(
-    paths: list[Path],
-) -> None:
+def test_a_second_folder_that_is_too_small_takes_back_what_the_first_got(paths: list[Path]) -> None:
     with pytest.raises(TierUnavailableError, match=f"{paths[1]} needs"):
         open_over(paths[:2], [1, 1 << 30])
     assert os.listdir(paths[0]) == os.listdir(paths[1]) == ["LOCK"]
@@ -319,9 +317,7 @@ def test_lost_extent_is_replaced_under_a_new_number_and_its_chunks_are_misses(
     tier.close()
 
 
-def test_a_file_that_is_written_durably_is_its_user_s_alone_under_any_umask(
-    tmp_path: Path,
-) -> None:
+def test_a_file_that_is_written_durably_is_its_user_s_alone_under_any_umask(tmp_path: Path) -> None:
     left_by_a_crash = tmp_path / "file.new"
     left_by_a_crash.write_bytes(b"half")
     left_by_a_crash.chmod(0o644)

@@ -163,11 +163,7 @@ def test_rewritten_index_survives_a_leftover_of_a_broken_off_rewrite(tmp_path: P
 
 
 @pytest.mark.parametrize(
-    "error",
-    [
-        lmdb.DiskError("No space left on device"),
-        OSError(errno.EIO, "Input/output error"),
-    ],
+    "error", [lmdb.DiskError("No space left on device"), OSError(errno.EIO, "Input/output error")]
 )
 def test_index_is_read_again_where_it_cannot_be_written_anew(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: Exception

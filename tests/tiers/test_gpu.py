@@ -13,7 +13,7 @@ import torch
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, open_files, put
 from contracts.tier import TierContract
-from helpers.gpu_twin import frame_on_device
+from helpers.device_frames import frame_on_device
 from helpers.slow_device import SlowDevice, SlowStream
 from typing_extensions import override
 

@@ -32,7 +32,7 @@ from kvstore.proto.errors import ModelError
 from kvstore.proto.hf_config import rope_parameters
 
 BLOCK_ROWS = 128
-"""Rows whose mask is made at once: it has a byte for each of them and each key."""
+"""Rows whose mask is made at once: a byte for each of them and each key."""
 _TABLE_TOLERANCE = 1e-5
 
 

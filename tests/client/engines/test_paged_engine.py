@@ -15,12 +15,11 @@ from typing import Any
 import pytest
 import torch
 from helpers.decode_graph import GraphEngine
-from helpers.delayed_device import DelayedDevice
-from helpers.gpu_twin import use_device
+from helpers.device_frames import use_device
 from helpers.local_server import LocalServer
 from helpers.paged_engine import BLOCKS, TOKEN_IDS, PagedEngine
 from helpers.server_process import ServerProcess
-from helpers.slow_device import SlowDevice
+from helpers.slow_device import DelayedDevice, SlowDevice
 
 from kvstore.client import Client
 from kvstore.client.cuda import CudaClient, CudaTransport

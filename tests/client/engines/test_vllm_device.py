@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 import torch
-from helpers.gpu_twin import use_device
+from helpers.device_frames import use_device
 from helpers.local_server import LocalServer, eventually
 from helpers.paged_engine import TOKEN_IDS, PagedEngine
 from helpers.prompts import tokens as prompt_tokens

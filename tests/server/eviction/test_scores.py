@@ -16,12 +16,7 @@ from typing_extensions import override
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction import marconi
-from kvstore.server.eviction.access_history import (
-    NO_INFO,
-    AccessHistory,
-    InsertInfo,
-    RefreshReport,
-)
+from kvstore.server.eviction.access_history import NO_INFO, AccessHistory, InsertInfo, RefreshReport
 from kvstore.server.eviction.hit_density import (
     BUDGET,
     CAP_S,

@@ -29,13 +29,7 @@ from kvstore.server.eviction.states.ranks import (
     read_prior,
     state_class,
 )
-from kvstore.server.eviction.states.tree import (
-    HYBRID_7B,
-    CheckpointTree,
-    HybridModel,
-    Node,
-    Tokens,
-)
+from kvstore.server.eviction.states.tree import HYBRID_7B, CheckpointTree, HybridModel, Node, Tokens
 
 
 def nodes(tree: CheckpointTree) -> Iterator[Node]:

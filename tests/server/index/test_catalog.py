@@ -32,11 +32,6 @@ from kvstore.server.index.holds import Leases, LeaseTerms
 SESSION = 7
 
 
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
 def make_catalog(clock: FakeClock, pin_limit_bytes: int = 1_000) -> Catalog:
     ids = count(1)
     policies: dict[str, EvictionPolicy] = {tier: LruEviction() for tier in ("cpu", "disk", "peer")}
@@ -73,9 +68,7 @@ def test_a_match_is_the_longest_prefix_and_what_is_being_put_behind_it(catalog: 
     assert catalog.match(CHAIN, Accuracy.exact, TIERS).pending == 0
 
 
-def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(
-    catalog: Catalog,
-) -> None:
+def test_each_chunk_of_a_match_comes_from_the_first_tier_that_may_be_read(catalog: Catalog) -> None:
     slow_first = catalog.match(CHAIN, Accuracy.exact, ("disk", "cpu"))
     assert (slow_first.sources.tolist(), slow_first.sizes.tolist()) == ([0, 0, 1], [60, 60, 100])
     barred = catalog.match(CHAIN, Accuracy.exact, (None, "disk"))

@@ -165,8 +165,7 @@ class RadixMachine(RuleBasedStateMachine):
 
 def test_any_events_leave_the_index_what_the_dictionary_is() -> None:
     run_state_machine_as_test(
-        RadixMachine,
-        settings=settings(max_examples=150, stateful_step_count=50, deadline=None),
+        RadixMachine, settings=settings(max_examples=150, stateful_step_count=50, deadline=None)
     )
 
 

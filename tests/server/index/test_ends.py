@@ -31,9 +31,7 @@ from kvstore.server.store.reservations import WITHOUT_STATE
 stored, exists = PutOutcome.stored, PutOutcome.exists
 
 
-def test_a_state_that_came_later_survives_a_restart(
-    make_server: ServerMaker,
-) -> None:
+def test_a_state_that_came_later_survives_a_restart(make_server: ServerMaker) -> None:
     server = make_server()
     client = server.connect("auto", HYBRID)
     keys = keys_of(client, 1, 3)

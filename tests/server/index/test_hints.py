@@ -45,11 +45,6 @@ CHUNK_BYTES = raw_frame_bytes(KVLayout.of(SMALL, 16))
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
 def core(clock: FakeClock) -> Iterator[Core]:
     """Room for twelve chunks, of which pins may take six."""
     terms = {"batch": 5.0}
@@ -253,9 +248,7 @@ def test_a_tenant_that_leases_all_it_may_have_is_refused_and_nobody_else(quotas:
     assert len(core.store.writes) == 0
 
 
-def test_room_that_is_reserved_counts_against_the_quota_before_anything_comes(
-    quotas: Core,
-) -> None:
+def test_room_that_is_reserved_counts_against_the_quota_before_anything_comes(quotas: Core) -> None:
     core, red, blue = quotas, quotas.open_session("red"), quotas.open_session("blue")
     mine = prompt(6)
     writes = core.store.writes

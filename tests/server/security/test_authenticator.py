@@ -118,9 +118,7 @@ def test_keys_that_are_added_or_revoked_count_from_the_next_look_on(tmp_path: Pa
     assert authenticator().principal_of([], {}) is ANYBODY, "nobody is asked who calls"
 
 
-def test_a_file_of_keys_that_is_deleted_revokes_them_all_and_says_so(
-    tmp_path: Path,
-) -> None:
+def test_a_file_of_keys_that_is_deleted_revokes_them_all_and_says_so(tmp_path: Path) -> None:
     ring = KeyRing(tmp_path / "keys")
     key = ring.make("acme")
     asked = authenticator(ring.path)
@@ -346,9 +344,7 @@ def test_a_signing_key_that_is_taken_out_ends_what_it_signed_and_the_next_one_go
         JwtVerifier(pems[0] * 9, **TERMS)
 
 
-def test_the_doctor_says_when_a_list_cannot_be_used_and_when_it_soon_cannot(
-    tmp_path: Path,
-) -> None:
+def test_the_doctor_says_when_a_list_cannot_be_used_and_when_it_soon_cannot(tmp_path: Path) -> None:
     ca = Authority(tmp_path)
     cert, key = ca.issue("server")
     flags = ["--tls-cert", str(cert), "--tls-key", str(key), "--tls-client-ca", str(ca.path)]

@@ -30,13 +30,7 @@ from kvstore.proto.unix_socket import METHODS as LOCAL_METHODS
 from kvstore.server.security import audit_log, rate_limits
 from kvstore.server.security.audit_log import AuditLog, Event, audit_files, read_chain
 from kvstore.server.security.authorization import ANY, METHODS, Authorizer, access_to, role_for
-from kvstore.server.security.rate_limits import (
-    LINES_PER_S,
-    REFUSED,
-    Limits,
-    LogLimit,
-    TenantLimits,
-)
+from kvstore.server.security.rate_limits import LINES_PER_S, REFUSED, Limits, LogLimit, TenantLimits
 from kvstore.server.security.sessions import ROLES, TOKEN_BYTES, Principal, Session, SessionTable
 from kvstore.server.settings.settings import Settings, load_config
 
@@ -112,11 +106,6 @@ def test_explain_of_the_whole_server_and_reflection_are_for_admins_and_the_unkno
 
 
 REPRESENTATION = make_representation()
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
 
 
 def make_table(sessions: int, clock: FakeClock) -> SessionTable:

@@ -15,10 +15,7 @@ from pydantic import ValidationError
 from kvstore.server.eviction.quotas import MAX_PARTITIONS
 from kvstore.server.settings.loading import load, show
 from kvstore.server.settings.rules import MAX_QUOTAS
-from kvstore.server.settings.settings import (
-    Settings,
-    load_config,
-)
+from kvstore.server.settings.settings import Settings, load_config
 from kvstore.server.settings.values import (
     GIB,
     KIB,

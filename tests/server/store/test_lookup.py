@@ -60,11 +60,6 @@ def redis() -> AskedRedis:
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
 def core(redis: AskedRedis, clock: FakeClock) -> Iterator[Core]:
     with closing(Core([redis], clock=clock)) as core:
         yield core

@@ -231,11 +231,6 @@ def test_no_more_chunks_are_kept_and_come_back_than_may_and_those_that_left_last
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
 def make_core(clock: FakeClock) -> Iterator[Callable[[], Core]]:
     cores: list[Core] = []
 

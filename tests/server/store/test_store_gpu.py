@@ -10,7 +10,7 @@ from contextlib import closing
 import numpy as np
 import pytest
 from helpers.core_chunks import drop, look_up
-from helpers.gpu_twin import frame_on_device
+from helpers.device_frames import frame_on_device
 from helpers.slow_device import SlowDevice
 from simulation.clock import FakeClock
 from simulation.core import BREAKER_RETRY_S, Core, frames_of, keys_of, prompt

@@ -34,13 +34,7 @@ from kvstore.server.telemetry import request_trace
 from kvstore.server.telemetry import tracing as module
 from kvstore.server.telemetry.metrics import COUNTERS, TIMED, Counters, Gauge
 from kvstore.server.telemetry.request_trace import IDLE_S, NAME_BYTES, RequestLog, check_local
-from kvstore.server.telemetry.tracing import (
-    HEADER,
-    MAX_ID_CHARS,
-    RequestId,
-    Tracing,
-    open_tracing,
-)
+from kvstore.server.telemetry.tracing import HEADER, MAX_ID_CHARS, RequestId, Tracing, open_tracing
 from kvstore.server.web.gauges import MetricsText
 
 SERVICE = "kvstore.v1.KVStore"
@@ -288,11 +282,6 @@ def chain(*numbers: int) -> list[ChunkKey]:
 
 def names(text: bytes) -> list[bytes]:
     return [text[at : at + NAME_BYTES] for at in range(0, len(text), NAME_BYTES)]
-
-
-@pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
 
 
 @pytest.fixture

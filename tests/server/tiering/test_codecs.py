@@ -289,8 +289,7 @@ def test_a_slow_link_gets_the_ratio_and_a_fast_one_raw_frames() -> None:
 
 
 @given(
-    st.floats(1e6, 1e11),
-    st.lists(st.tuples(st.floats(0.5, 20), st.floats(0.01, 100)), max_size=6),
+    st.floats(1e6, 1e11), st.lists(st.tuples(st.floats(0.5, 20), st.floats(0.01, 100)), max_size=6)
 )
 def test_the_choice_is_never_slower_than_raw_frames_even_for_one_chunk(
     link: float, figures: list[tuple[float, float]]

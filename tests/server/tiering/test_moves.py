@@ -358,9 +358,7 @@ def test_a_frame_larger_than_the_tier_is_refused_before_anything_is_evicted(core
     assert core.tiers_of(version) == ["cpu"]
 
 
-def test_a_demotion_that_takes_too_long_refuses_the_put_and_loses_nothing(
-    gated: GatedDisk,
-) -> None:
+def test_a_demotion_that_takes_too_long_refuses_the_put_and_loses_nothing(gated: GatedDisk) -> None:
     with closing(Core([gated], workers=1)) as core:
         session = core.open_session()
         versions = prompt(12)

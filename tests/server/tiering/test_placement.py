@@ -397,11 +397,6 @@ def test_a_server_keeps_to_its_budget_and_shows_it(make_server: ServerMaker) -> 
 
 
 @pytest.fixture
-def clock() -> FakeClock:
-    return FakeClock()
-
-
-@pytest.fixture
 def breaker(clock: FakeClock) -> Breaker:
     return Breaker("tier redis", 3, 500, clock)
 

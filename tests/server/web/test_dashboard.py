@@ -23,18 +23,9 @@ from helpers.prompts import store
 from helpers.trust_world import World
 
 from kvstore.server.security.authenticator import Authenticator
-from kvstore.server.telemetry.metrics import (
-    MAX_TENANTS,
-    OTHERS,
-    Counters,
-)
+from kvstore.server.telemetry.metrics import MAX_TENANTS, OTHERS, Counters
 from kvstore.server.web import http_server
-from kvstore.server.web.dashboard import (
-    EVERY_S,
-    MAX_PAGE_BYTES,
-    MEDIA,
-    Dashboard,
-)
+from kvstore.server.web.dashboard import EVERY_S, MAX_PAGE_BYTES, MEDIA, Dashboard
 from kvstore.server.web.gauges import MetricsText
 from kvstore.server.web.http_pages import MAX_READERS, METHOD, Pages
 from kvstore.server.web.http_server import MAX_CONNECTIONS

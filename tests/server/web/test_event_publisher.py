@@ -228,10 +228,7 @@ def test_a_subscriber_hears_what_comes_and_goes_and_asks_again_for_what_it_misse
 
 
 def test_who_asks_for_what_is_not_kept_any_more_begins_anew(
-    make_server: ServerMaker,
-    context: Sockets,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
+    make_server: ServerMaker, context: Sockets, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(module, "KEPT_BATCHES", 2)
     server = make_server(*published(tmp_path / "p"), "--tiers", "cpu")
