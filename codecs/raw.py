@@ -106,7 +106,7 @@ class RawCodec(Codec):
         is_summed = not template.flags & FLAG_UNSUMMED
         for start, stop in _gaps(layout):
             out[start:stop] = 0
-        pieces, places = raw_pieces(layout, tensors), places_of(tensors)
+        pieces, places = raw_pieces(layout, *map(len, tensors)), places_of(tensors)
         if pieces is None or places is None:
             checksums = _encode_layers(layout, tensors, out, is_summed=is_summed)
         else:
@@ -182,7 +182,7 @@ class RawCodec(Codec):
         """
         self.check_header(header)
         check_tensors(header.layout, out, may_lack=True)
-        pieces, places = raw_pieces(header.layout, out), places_of(out, is_target=True)
+        pieces, places = raw_pieces(header.layout, *map(len, out)), places_of(out, is_target=True)
         is_whole = frame.strides == (1,) and len(frame) >= raw_frame_bytes(header.layout)
         if pieces is None or places is None or header.shard is not None or not is_whole:
             self.decode_by_layer(header, frame, out)
@@ -301,20 +301,16 @@ def places_of(tensors: AnyTensors, *, is_target: bool = False) -> list[int] | No
     return places
 
 
-def raw_pieces(layout: KVLayout, tensors: AnyTensors) -> RawPieces | None:
-    """Return the pieces of a raw frame of *layout* of which *tensors* are wanted: windows and
-    states may have no layers. None where a part is not of whole units.
+@lru_cache(maxsize=256)
+def raw_pieces(layout: KVLayout, *layers: int) -> RawPieces | None:
+    """Return the pieces of a raw frame of *layout*, of each component all *layers*, or, of windows
+    and states that are not wanted, 0. None where a part is not of whole units.
     """
-    return _raw_pieces(layout, tuple(map(len, tensors)))
-
-
-@lru_cache(maxsize=64)
-def _raw_pieces(layout: KVLayout, wanted: tuple[int, ...]) -> RawPieces | None:
     starts = _raw_rows(layout)["offset"].tolist()
     rows: list[tuple[int, ...]] = []
     segments: list[int] = []
     first = 0
-    for component, count in zip(layout.components, wanted, strict=True):
+    for component, count in zip(layout.components, layers, strict=True):
         size, last = component.part_bytes, component.parts - 1
         units, rest = divmod(size, LOOP_UNIT_BYTES)
         if rest:

@@ -245,13 +245,12 @@ METHODS = {number: _method(name) for number, name in enumerate(_NAMES.split(), 1
 
 REPLIES = {method.name: method.reply for method in METHODS.values()}
 """By the names of methods."""
-_NUMBERS = {method.name: number for number, method in METHODS.items()}
+_CALLS = {method.name: Request(Op.call, number).pack() for number, method in METHODS.items()}
 
 
 def pack_call(method: str, request: Message) -> Packet:
     """Return the packet of a call; it may be longer than MAX_PACKET_BYTES."""
-    head = Request(Op.call, _NUMBERS[method]).pack()
-    return head + request.SerializeToString()
+    return _CALLS[method] + request.SerializeToString()
 
 
 def unpack_call(request: Request, body: bytes) -> tuple[str, Message]:

@@ -116,7 +116,7 @@ def test_every_path_of_the_loop_copies_and_sums_a_frame_as_is_done_layer_by_laye
         tensors = _moved(whole, by)
         if lacks:
             tensors[1] = []
-        places, pieces = places_of(tensors), raw_pieces(layout, tensors)
+        places, pieces = places_of(tensors), raw_pieces(layout, *map(len, tensors))
         assert places is not None
         assert pieces is not None
         sums = [stated[segment] for segment in pieces.segments]
