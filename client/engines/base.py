@@ -302,36 +302,28 @@ class Connector:
         *about* says of each chunk what it has of its end, for models that keep windows or states,
         and which of its tokens matter.
         """
-        chunks = self._chunks(tokens, source, from_token, extra, about)
-        stored = 0
-        while outcomes := self.write_each(lambda: list(islice(chunks, self._at_once))):
+
+        def chunks() -> Iterator[Chunk]:
+            keys = self.client.keys(tokens, extra)
+            named = zip(self._spans(len(tokens)), keys, parents(keys), strict=True)
+            for (start, stop), key, parent in named:
+                if stop > from_token:
+                    said = about((start, stop)) if about else About()
+                    yield Chunk(
+                        key,
+                        source((start, stop)),
+                        parent=parent,
+                        position=start,
+                        prefill_flops=self._token_flops * (stop - start),
+                        content=content_digest(tokens_le32(tokens[start:stop]), extra),
+                        layout=said.layout,
+                        importance=said.importance,
+                    )
+
+        made, stored = chunks(), 0
+        while outcomes := self.write_each(lambda: list(islice(made, self._at_once))):
             stored += outcomes.count(PutOutcome.stored)
         return stored
-
-    def _chunks(
-        self,
-        tokens: Sequence[int],
-        source: Source,
-        from_token: int,
-        extra: Sequence[bytes],
-        about: AboutOf | None,
-    ) -> Iterator[Chunk]:
-        keys = self.client.keys(tokens, extra)
-        named = zip(self._spans(len(tokens)), keys, parents(keys), strict=True)
-        for span, key, parent in named:
-            start, stop = span
-            if stop > from_token:
-                said = about(span) if about else About()
-                yield Chunk(
-                    key,
-                    source(span),
-                    parent=parent,
-                    position=start,
-                    prefill_flops=self._token_flops * (stop - start),
-                    content=content_digest(tokens_le32(tokens[start:stop]), extra),
-                    layout=said.layout,
-                    importance=said.importance,
-                )
 
     # --- for engines that ask, load and store at different moments, under names they keep
 

@@ -1,4 +1,4 @@
-"""The registry of codecs, empty tensors, and what an engine says of the layers of a chunk."""
+"""The registry of codecs, empty tensors, what an engine says of layers; the conformance program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Row 4: a disk that is full, read-only or broken is set aside; the rest serves, and it returns."""
+"""Row 4: a disk that is full, read-only or broken is set aside, the rest serves, and it returns.
+
+And what a power cut leaves.
+"""
 
 from __future__ import annotations
 

@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import numpy as np
+from golden import lossy_samples
 
 from kvstore.codecs.base import EncodeTerms, Importance, LossyCodec, Part, codec_by_name
 from kvstore.proto.frame import FrameTemplate
-from kvstore.proto.types import (
-    ChainDigest,
-    ChunkKey,
-    Component,
-    DType,
-    KVLayout,
-    LayerKind,
-    RopeParameters,
-)
+from kvstore.proto.types import Component, DType, KVLayout, LayerKind, RopeParameters
 
 LAYOUT = KVLayout((Component(LayerKind.attention, DType.bfloat16, 2, 3, 64, 72),))
 """One column of two heads, one of a head and what fills it up."""
@@ -48,15 +43,7 @@ def importance() -> Importance:
 
 def template(name: str) -> FrameTemplate:
     """Return what the header of the golden file *name* says."""
-    return FrameTemplate(
-        key=ChunkKey(bytes(range(32))),
-        parent=ChainDigest(bytes(range(100, 116))),
-        representation=bytes(range(1, 17)),
-        content=bytes(range(200, 216)),
-        layout=LAYOUT,
-        position=POSITIONS[name],
-        prefill_flops=1.5e9,
-    )
+    return replace(lossy_samples.template(), layout=LAYOUT, position=POSITIONS[name])
 
 
 def tensors() -> list[list[list[Part]]]:

@@ -1,4 +1,4 @@
-"""Frames in memory that no read survives leaving, and pages full of noise for their tokens."""
+"""Frames in memory that no read survives leaving, pages full of noise; the CPU in a GPU's place."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A device whose work stands still until the test lets it run."""
+"""A device whose work stands still until the test lets it run; a CUDA stream that is late."""
 
 from __future__ import annotations
 

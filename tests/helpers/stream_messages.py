@@ -1,11 +1,17 @@
-"""Messages of TCP streams as tests send and expect them, with their payloads."""
+"""Messages of TCP streams as tests send and expect them, and a caller that sends any of them."""
 
 from __future__ import annotations
 
-import numpy as np
+import socket
+import time
 
+import numpy as np
+import pytest
+
+from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import as_bytes
+from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.framing import FramedSocket
 
 Sent = tuple[pb.StreamMessage, bytes]
@@ -84,3 +90,47 @@ def stored(request: int, outcomes: bytes) -> pb.StreamMessage:
 def failed(request: int, name: str, text: str) -> pb.StreamMessage:
     """Return the end of a request by an error."""
     return pb.StreamMessage(request=request, failed=pb.StreamError(name=name, text=text))
+
+
+SOON_S = 20.0
+
+
+class StreamCaller:
+    """Connected under the session of *terms*, and let in."""
+
+    def __init__(self, terms: pb.OpenSessionResponse) -> None:
+        host, _, port = terms.bulk_address.rpartition(":")
+        link = socket.create_connection((host.removeprefix("tcp://"), int(port)))
+        self.wire = FramedSocket(link, "server", time.monotonic, is_encrypted=False)
+        self.wire.set_timeout(SOON_S)
+        self.say(attach(terms.session_id, terms.attach_token))
+        answer, _ = self.hear()
+        if answer.HasField("failed"):
+            self.close()
+            raise bulk.error_of(answer.failed)
+        assert answer == pb.StreamMessage(ready=True)
+
+    def say(self, message: pb.StreamMessage, payload: bytes = b"") -> None:
+        """Send a message."""
+        send(self.wire, message, payload)
+
+    def hear(self) -> Sent:
+        """Return the next message."""
+        return receive(self.wire)
+
+    def is_refused(self, text: str) -> bool:
+        """Whether the next message is an error that has *text* behind its class's name."""
+        answer, _ = self.hear()
+        error = f"{answer.failed.name}: {answer.failed.text}"
+        assert text in error, error
+        return answer.request == 1 and answer.HasField("failed")
+
+    def is_hung_up_on(self) -> bool:
+        """Whether nothing more comes."""
+        with pytest.raises(TierUnavailableError):
+            self.wire.receive()
+        return True
+
+    def close(self) -> None:
+        """Hang up."""
+        self.wire.close()

@@ -1,4 +1,4 @@
-"""The KeyTable: rows by key, against a dictionary."""
+"""The KeyTable: rows by key, against a dictionary; masks of rows, against sets."""
 
 from __future__ import annotations
 

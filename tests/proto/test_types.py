@@ -1,13 +1,57 @@
 from __future__ import annotations
 
+import random
+import struct
 from collections.abc import Callable
 from dataclasses import FrozenInstanceError, replace
+from typing import Any
 
+import grpc
+import numpy as np
 import pytest
 from contracts.chunks import make_representation
-from golden.samples import REPRESENTATION, template
+from golden.samples import FOLDER, REPRESENTATION, template, vectors
+from golden.strategies import chunk_infos, layouts, representations
+from hypothesis import given
+from hypothesis import strategies as st
 
-from kvstore.proto.errors import LayoutMismatchError, ModelError
+from kvstore.client.lookups import match_from_message
+from kvstore.client.server_link import packed
+from kvstore.proto import errors
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import (
+    InvalidFrameError,
+    InvalidRequestError,
+    KVStoreError,
+    LayoutMismatchError,
+    ModelError,
+    revive,
+)
+from kvstore.proto.frame import MAX_COMPONENTS, check_frame
+from kvstore.proto.keys import keys_of_digests, split_digests
+from kvstore.proto.messages import (
+    as_message,
+    engine_from_message,
+    engine_to_message,
+    hints_from_message,
+    hints_to_message,
+    layout_from_message,
+    layout_to_message,
+    pack_info,
+    representation_from_message,
+    unpack_info,
+)
+from kvstore.proto.plans import (
+    MAX_HINT_MS,
+    MAX_PRIORITY,
+    NO_HINTS,
+    EngineTerms,
+    Hints,
+    LoadPlan,
+    PlanRange,
+    PrefillModel,
+    Reuse,
+)
 from kvstore.proto.types import (
     ROOT,
     Accuracy,
@@ -19,6 +63,8 @@ from kvstore.proto.types import (
     KVLayout,
     LayerGroup,
     LayerKind,
+    Model,
+    Namespace,
     RopeParameters,
     layer_order,
 )
@@ -216,3 +262,308 @@ def test_layers_of_groups_that_alternate_are_found_by_their_number() -> None:
     assert layer_order(make_representation(layers=3)) == ((0, 0), (1, 1), (2, 2))
     model = replace(make_representation(), layer_groups=groups)
     assert layer_order(model) == ((0, 0), (3, 3), (4, 1), (5, 4), (9, 2))
+
+
+ROW = bytes.fromhex(vectors()["raw_index_row"])
+EXAMPLE = template().layout
+
+
+@given(representations)
+def test_a_representation_arrives_as_it_was_sent(representation: Model) -> None:
+    sent = as_message(pb.Representation, representation).SerializeToString()
+    assert representation_from_message(pb.Representation.FromString(sent)) == representation
+
+
+@given(layouts)
+def test_a_layout_arrives_as_it_was_sent(layout: KVLayout) -> None:
+    sent = layout_to_message(layout).SerializeToString()
+    assert layout_from_message(pb.Layout.FromString(sent)) == (layout, None)
+
+
+@given(chunk_infos)
+def test_an_index_row_is_read_back(info: ChunkInfo) -> None:
+    assert unpack_info(pack_info(info)) == info
+
+
+@given(st.integers(0, len(ROW) - 1), st.integers(0, 255))
+def test_a_changed_row_is_read_or_refused(at: int, value: int) -> None:
+    row = bytearray(ROW)
+    row[at] = value
+    try:
+        info = unpack_info(bytes(row))
+    except InvalidFrameError:
+        return
+    assert unpack_info(pack_info(info)) == info
+
+
+def test_the_golden_frame_has_the_row_of_the_format_page() -> None:
+    frame = np.fromfile(FOLDER / "raw-r1.frame", np.uint8)
+    info = check_frame(frame).info()
+    assert pack_info(info) == ROW
+    assert unpack_info(ROW) == info
+    assert struct.unpack_from("<BBHQd32s16s", ROW) == (
+        1, 2, 0, len(frame), 1.5e9, template().key, template().parent,
+    )  # fmt: skip
+
+
+def test_bad_rows_are_refused() -> None:
+    for row, field in [
+        (b"", "row"),
+        (ROW[:67], "row"),
+        (ROW[:68], "components"),
+        (ROW[:-1], "components"),
+        (ROW + b"\0", "components"),
+        (ROW[:68] + ROW[68:] * (MAX_COMPONENTS + 1), "components"),
+        (b"\x00" + ROW[1:], "row"),
+        (b"\x02" + ROW[1:], "row"),
+        (ROW[:1] + b"\x03" + ROW[2:], "row"),
+        (ROW[:12] + struct.pack("<d", float("nan")) + ROW[20:], "prefill_flops"),
+        (ROW[:12] + struct.pack("<d", float("inf")) + ROW[20:], "prefill_flops"),
+        (ROW[:12] + struct.pack("<d", -1.0) + ROW[20:], "prefill_flops"),
+        (ROW[:68] + b"\x09" + ROW[69:], "component"),
+    ]:
+        with pytest.raises(InvalidFrameError) as caught:
+            unpack_info(row)
+        assert caught.value.field == field
+
+
+ANSWER = pb.LookupResponse(
+    ready=2, pending=1, tiers=b"\x01\x00", tier_names=["cpu", "disk"], lease_id=7, lease_ttl_ms=30,
+    load_us=struct.pack("<2I", 5, 70_000),
+)  # fmt: skip
+
+
+def test_a_layout_fits_the_representation_it_was_made_from_and_no_other() -> None:
+    group = REPRESENTATION.layer_groups[0]
+    for tokens in (16, 200, 8192):
+        assert KVLayout.of(REPRESENTATION, tokens).is_of(REPRESENTATION)
+    for other in (
+        replace(group, dtype=DType.float16),
+        replace(group, kv_heads=3),
+        replace(group, head_dim=9),
+        replace(group, layer_ids=(0, 1, 2)),
+    ):
+        assert not EXAMPLE.is_of(replace(REPRESENTATION, layer_groups=(other,)))
+    ragged = KVLayout((EXAMPLE.components[0], replace(EXAMPLE.components[0], tokens=32)))
+    assert not ragged.is_of(replace(REPRESENTATION, layer_groups=(group, replace(
+        group, layer_ids=(2, 3))),
+    ))  # fmt: skip
+
+
+def test_representations_and_layouts_with_a_field_left_out_or_unknown_are_refused() -> None:
+    message = as_message(pb.Representation, REPRESENTATION)
+    for field in message.DESCRIPTOR.fields_by_name:
+        wrong = pb.Representation.FromString(message.SerializeToString())
+        wrong.ClearField(field)
+        with pytest.raises(ModelError) as caught:
+            representation_from_message(wrong)
+        assert caught.value.field == field
+    for field in ["kind", "dtype"]:
+        for value in [7, 255, (1 << 32) - 1]:
+            message = as_message(pb.Representation, REPRESENTATION)
+            setattr(message.layer_groups[0], field, value)
+            with pytest.raises(ModelError, match=f"{value} is not a valid"):
+                representation_from_message(message)
+            layout = pb.Layout.FromString(layout_to_message(EXAMPLE).SerializeToString())
+            setattr(layout.components[0], field, value)
+            with pytest.raises(InvalidRequestError, match=f"{value} is not a valid"):
+                layout_from_message(layout)
+    with pytest.raises(LayoutMismatchError, match="at least one component"):
+        layout_from_message(pb.Layout())
+    layout = pb.Layout.FromString(layout_to_message(EXAMPLE).SerializeToString())
+    layout.components[0].tokens = 0
+    with pytest.raises(LayoutMismatchError, match="tokens=0"):
+        layout_from_message(layout)
+
+
+# --- keys
+
+
+@given(st.binary(min_size=16, max_size=16), st.integers(0, 20), st.randoms())
+def test_keys_are_cut_into_digests_and_joined_again(
+    space: bytes, count: int, draw: random.Random
+) -> None:
+    digests = [ChainDigest(draw.randbytes(16)) for _ in range(count)]
+    keys = [ChunkKey(space + digest) for digest in digests]
+    joined = packed(keys, Namespace(space))
+    assert joined == b"".join(digests)
+    assert split_digests(joined, 20) == digests
+    assert keys_of_digests(joined, Namespace(space), 20) == keys
+
+
+def test_keys_of_another_namespace_and_digests_ragged_or_too_many_are_refused() -> None:
+    for keys in [
+        [bytes(32), b"x" * 32], [bytes(31)], [bytes(31), bytes(33)], [b""],
+        [bytes(16) + b"x" * 16, bytes(15) + b"x" * 17],
+    ]:  # fmt: skip
+        with pytest.raises(InvalidRequestError, match="not in this client's namespace"):
+            packed([ChunkKey(key) for key in keys], Namespace(bytes(16)))
+    assert len(split_digests(bytes(48), 3)) == 3
+    for size in [1, 15, 17, 31]:
+        with pytest.raises(InvalidRequestError, match=f"digests={size}: give 16 bytes per chunk"):
+            keys_of_digests(bytes(size), Namespace(bytes(16)), 100)
+    with pytest.raises(InvalidRequestError, match="digests=4: at most 3 chunks in one batch"):
+        keys_of_digests(bytes(64), Namespace(bytes(16)), 3)
+
+
+# --- answers to lookups, and plans
+
+ANSWER = pb.LookupResponse(
+    ready=2, pending=1, tiers=b"\x01\x00", tier_names=["cpu", "disk"], lease_id=7, lease_ttl_ms=30,
+    load_us=struct.pack("<2I", 5, 70_000),
+)  # fmt: skip
+
+
+def test_the_answer_to_a_lookup_names_holders_and_times() -> None:
+    match = match_from_message(ANSWER, 4)
+    assert (match.ready, match.pending, match.missing) == (2, 1, 1)
+    assert (match.tiers, match.load_us) == (("disk", "cpu"), (5, 70_000))
+    assert (match.lease_id, match.lease_ttl_ms) == (7, 30)
+    nothing = match_from_message(pb.LookupResponse(), 3)
+    assert (nothing.missing, nothing.tiers, nothing.load_us) == (3, (), ())
+
+
+def test_an_answer_to_a_lookup_that_contradicts_itself_is_an_error() -> None:
+    changes: list[tuple[str, Any]] = [
+        ("ready", 1), ("tiers", b"\x02\x00"), ("tiers", b""), ("load_us", bytes(7)),
+        ("load_us", b""),
+    ]  # fmt: skip
+    for name, value in changes:
+        answer = pb.LookupResponse()
+        answer.CopyFrom(ANSWER)
+        setattr(answer, name, value)
+        with pytest.raises(KVStoreError, match="lookup of 4 chunks is damaged"):
+            match_from_message(answer, 4)
+    with pytest.raises(KVStoreError, match="lookup of 1 chunks is damaged"):
+        match_from_message(ANSWER, 1)
+
+
+PLAN = LoadPlan((PlanRange(0, 2, False, 1.5), PlanRange(2, 5, True, 2.5)), 3.0, 9.0)
+
+
+def reply_of(plan: LoadPlan | None) -> pb.LookupResponse:
+    reply = pb.LookupResponse()
+    if plan is not None:
+        ranges = [as_message(pb.PlanRange, one) for one in plan.ranges]
+        reply = as_message(pb.LookupResponse, plan, plan=ranges)
+    return pb.LookupResponse.FromString(reply.SerializeToString())
+
+
+def test_a_plan_comes_out_as_it_went_in_and_with_gaps_is_damaged() -> None:
+    assert PLAN.loaded == [2, 3, 4]
+    for plan in [PLAN, LoadPlan((), 1.0, 1.0), None]:
+        asked = plan.ranges[-1].stop if plan and plan.ranges else 0
+        assert match_from_message(reply_of(plan), asked).plan == plan
+    for bounds in [
+        [(0, 2), (3, 5)], [(0, 2), (2, 4)], [(1, 5)], [(0, 5), (5, 5)], [(0, 6), (6, 5)]
+    ]:  # fmt: skip
+        ranges = tuple(PlanRange(first, stop, True, 1.0) for first, stop in bounds)
+        with pytest.raises(KVStoreError, match="5 chunks is damaged"):
+            match_from_message(reply_of(LoadPlan(ranges, 1.0, 1.0)), 5)
+
+
+def test_engines_travel_with_a_lookup_and_those_that_cannot_be_are_refused() -> None:
+    engine = EngineTerms(PrefillModel(0.1, 0.2, 0.3), 77)
+    request = pb.LookupRequest(prefill=engine_to_message(engine))
+    assert engine_from_message(request) == engine
+    assert engine_from_message(pb.LookupRequest()) is None
+    assert engine_to_message(None) is None
+    for value in [-1.0, float("nan"), float("inf")]:
+        for field in ("start_s", "token_s", "pair_s"):
+            request = pb.LookupRequest(prefill=pb.Prefill())
+            setattr(request.prefill, field, value)
+            with pytest.raises(InvalidRequestError, match=field):
+                engine_from_message(request)
+
+
+# --- hints
+
+HINTS = st.builds(
+    Hints,
+    st.sampled_from(Reuse),
+    st.integers(0, MAX_PRIORITY),
+    st.integers(0, MAX_HINT_MS),
+    st.integers(0, MAX_HINT_MS),
+    st.text(st.characters(categories=["L", "N"]), max_size=64),
+    st.integers(0, MAX_HINT_MS),
+)
+
+
+@given(HINTS)
+def test_hints_arrive_as_they_were_given_and_none_takes_no_byte(hints: Hints) -> None:
+    message = hints_to_message(hints) or pb.Hints()
+    assert hints_from_message(pb.Hints.FromString(message.SerializeToString())) == hints
+    assert (hints_to_message(hints) is None) == (hints == NO_HINTS)
+    assert hints_from_message(pb.Hints()) is NO_HINTS
+
+
+def test_hints_that_cannot_be_are_refused_by_name() -> None:
+    for message, why in [
+        (pb.Hints(reuse=3), "hints.reuse=3"),  # type: ignore[arg-type]
+        (pb.Hints(priority=101), "hints.priority=101: use 0 to 100"),
+        (pb.Hints(category="x" * 65), "at most 64 printable"),
+        (pb.Hints(category="a\nb"), "at most 64 printable"),
+    ]:
+        with pytest.raises(InvalidRequestError, match=why.replace(".", r"\.")):
+            hints_from_message(message)
+    wrong: list[tuple[str, Any]] = [("reuse", 7)]
+    numbers = ["priority", "ttl_ms", "pin_ms", "prompt_tokens"]
+    for name, value in [*wrong, *((one, bad) for one in numbers for bad in (-1, 1 << 32, 0.5))]:
+        with pytest.raises(InvalidRequestError, match=rf"hints\.{name}="):
+            Hints(**{name: value})
+
+
+# --- errors
+
+EXAMPLES: list[KVStoreError] = [
+    KVStoreError("plain"),
+    errors.InvalidRequestError("limit", 7, "at most 5"),
+    errors.InvalidFrameError("magic", b"\0", "expected KVFR"),
+    errors.ModelError("model_id", "", "name the model"),
+    errors.LayoutMismatchError("shape", (1, 2), "give (2, 1)"),
+    errors.UnknownCodecError("gzip", "raw, lossless"),
+    errors.LeaseExpiredError("lease 5"),
+    errors.TierFullError("cpu", 100, 50),
+    errors.QuotaExceededError("max_leases", 10, "session 3"),
+    errors.ChunkCorruptError(bytes(32), "layer 3 fails its checksum"),
+    errors.TierUnavailableError("redis", "connection refused"),
+    errors.DeadlineError("5 ms passed"),
+    errors.ShuttingDownError("draining"),
+    errors.UnauthenticatedError("no token"),
+    errors.PermissionDeniedError("not an admin"),
+]
+
+
+def test_every_error_that_travelled_is_the_same_class_and_message() -> None:
+    public = {
+        name
+        for name, kind in vars(errors).items()
+        if isinstance(kind, type) and issubclass(kind, KVStoreError) and not name.startswith("_")
+    }
+    assert {type(error).__name__ for error in EXAMPLES} == public
+    for error in EXAMPLES:
+        revived = revive(type(error).__name__, str(error))
+        assert type(revived) is type(error)
+        assert str(revived) == str(error) != ""
+        assert revived.status == error.status in grpc.StatusCode.__members__
+        assert error.status not in ("OK", "CANCELLED", "UNKNOWN")
+    for name in ["FutureError", "", "Exception", "SystemExit"]:
+        revived = revive(name, "from a newer server")
+        assert type(revived) is KVStoreError
+        assert str(revived) == "from a newer server"
+
+
+def test_errors_carry_what_their_caller_decides_by_and_cut_long_values() -> None:
+    assert issubclass(InvalidFrameError, ValueError)
+    assert issubclass(InvalidRequestError, ValueError)
+    assert issubclass(errors.DeadlineError, TimeoutError)
+    error = InvalidRequestError("tokens", list(range(10000)), "too many")
+    assert error.field == "tokens"
+    assert str(error).startswith("tokens=[0, 1, 2")
+    assert str(error).endswith("...: too many")
+    assert len(str(error)) < 150
+    full = errors.TierFullError("cpu", 100, 50)
+    assert (full.tier, full.need_bytes, full.free_bytes) == ("cpu", 100, 50)
+    assert errors.ChunkCorruptError(b"k" * 32, "cut").key == b"k" * 32
+    assert errors.QuotaExceededError("max_leases", 10, "session 3").limit == "max_leases"
+    assert errors.TierUnavailableError("redis", "gone").tier == "redis"

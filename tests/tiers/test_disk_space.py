@@ -1,4 +1,4 @@
-"""How much of the disk is wasted, and what goes together when room is scattered."""
+"""The allocator against bytes; what of a disk is wasted, what goes together in scattered room."""
 
 from __future__ import annotations
 

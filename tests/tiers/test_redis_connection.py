@@ -1,4 +1,4 @@
-"""The parser of what Redis answers, the addresses it may have, and how far a server is."""
+"""The parser of what Redis answers, the addresses it may have, who is trusted, how far it is."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Frames that a thread reads from Redis one after the other, checked as their slices come."""
+"""What lies in Redis of a chunk; frames read one after another, checked as their slices come."""
 
 from __future__ import annotations
 

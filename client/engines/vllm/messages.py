@@ -169,10 +169,6 @@ def taken_blocks(
 
 MAX_TOKEN_US = 10_000_000
 """Ten seconds a token."""
-HINTS_NAME = "kvstore"
-"""Of the entry of a request's ``kv_transfer_params`` that has hints for this store."""
-DEADLINE_NAME = "first_token_ms"
-"""Of a request's deadline, in that entry."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -283,21 +279,20 @@ class FlopsModel:
         section 2.1), of a mixture of experts those that one token meets, without embeddings.
         """
 
-        def number(name: str) -> float:
+        def number(name: str, otherwise: float = 0.0) -> float:
             value = getattr(config, name, None)
-            return float(value) if isinstance(value, int | float) else 0.0
+            return (float(value) if isinstance(value, int | float) else 0.0) or otherwise
 
         hidden, layers = number("hidden_size"), number("num_hidden_layers")
         heads = number("num_attention_heads")
         if not hidden or not layers or not heads:
             return cls()
-        head_dim = number("head_dim") or hidden / heads
-        kv_heads = number("num_key_value_heads") or heads
+        head_dim = number("head_dim", hidden / heads)
+        kv_heads = number("num_key_value_heads", heads)
         attention = hidden * head_dim * (2 * heads + 2 * kv_heads)
-        experts = number("num_experts_per_tok")
-        inner = number("intermediate_size") or 4 * hidden
-        if experts:
-            inner = experts * (number("moe_intermediate_size") or inner)
+        inner = number("intermediate_size", 4 * hidden)
+        if experts := number("num_experts_per_tok"):
+            inner = experts * number("moe_intermediate_size", inner)
         weights = attention + 3 * hidden * inner
         return cls(2 * layers * weights, 4 * layers * heads * head_dim)
 
@@ -315,15 +310,15 @@ def stated_of(request: Any, usual_ms: int) -> tuple[Hints, int]:
     ``kv_transfer_params``; *usual_ms* is of those that state no time. Raises InvalidRequestError
     for what is none of it.
     """
-    field, params = f"kv_transfer_params.{HINTS_NAME}", getattr(request, "kv_transfer_params", None)
-    stated = params.get(HINTS_NAME) if isinstance(params, Mapping) else None
-    known = [*(one.name for one in fields(Hints) if one.name != "prompt_tokens"), DEADLINE_NAME]
+    params = getattr(request, "kv_transfer_params", None)
+    stated = params.get("kvstore") if isinstance(params, Mapping) else None
+    known = [*(one.name for one in fields(Hints) if one.name != "prompt_tokens"), "first_token_ms"]
     given = {} if stated is None else stated
     if not isinstance(given, Mapping) or not given.keys() <= {*known}:
-        raise InvalidRequestError(field, stated, f"give {known}")
+        raise InvalidRequestError("kv_transfer_params.kvstore", stated, f"give {known}")
     hints = dict(given)
-    within_ms = hints.pop(DEADLINE_NAME, usual_ms)
+    within_ms = hints.pop("first_token_ms", usual_ms)
     if type(within_ms) is not int or not 0 <= within_ms <= MAX_DEADLINE_MS:
-        fix = f"give 0 to {MAX_DEADLINE_MS}"
-        raise InvalidRequestError(f"{field}.{DEADLINE_NAME}", within_ms, fix)
+        name, fix = "kv_transfer_params.kvstore.first_token_ms", f"give 0 to {MAX_DEADLINE_MS}"
+        raise InvalidRequestError(name, within_ms, fix)
     return Hints(**hints, prompt_tokens=getattr(request, "num_prompt_tokens", 0)), within_ms

@@ -1,4 +1,7 @@
-"""The service over the bare wire: what it refuses, in which words, and that nothing changes."""
+"""The service over the bare wire: what it refuses, in which words, and that nothing changes.
+
+Also what every call passes on its way: errors, and what nobody expected.
+"""
 
 from __future__ import annotations
 

@@ -14,8 +14,9 @@ from conftest import ServerMaker
 from contracts.bad_puts import BAD_PUTS, parts_of
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from helpers.prompts import MEDIUM, SMALL, assert_reads, frame_of, store
-from helpers.stream_caller import SOON_S, StreamCaller
 from helpers.stream_messages import (
+    SOON_S,
+    StreamCaller,
     attach,
     cancel,
     done,
