@@ -116,7 +116,8 @@ class FileFrame:
         """
         RAW.check_header(header)
         check_tensors(header.layout, out, may_lack=True)
-        pieces, places = raw_pieces(header.layout, *map(len, out)), places_of(out, is_target=True)
+        pieces = raw_pieces(header.layout, *map(len, out))
+        places = None if pieces is None else places_of(out, is_target=True)
         found = None
         if pieces is not None and places is not None:
             found = pieces.read(self._file.descriptor, self._offset, places)

@@ -34,6 +34,7 @@ from kvstore.proto.buffers import (
     LOOP_FROM_BYTES,
     LOOP_UNIT_BYTES,
     Bytes,
+    Pieces,
     Sliced,
     address,
     as_bytes,
@@ -106,7 +107,8 @@ class RawCodec(Codec):
         is_summed = not template.flags & FLAG_UNSUMMED
         for start, stop in _gaps(layout):
             out[start:stop] = 0
-        pieces, places = raw_pieces(layout, *map(len, tensors)), places_of(tensors)
+        pieces = raw_pieces(layout, *map(len, tensors))
+        places = None if pieces is None else places_of(tensors)
         if pieces is None or places is None:
             checksums = _encode_layers(layout, tensors, out, is_summed=is_summed)
         else:
@@ -167,11 +169,8 @@ class RawCodec(Codec):
         component = header.layout.components[int(header.segments[index]["component"])]
         if len(data) != component.layer_bytes:
             raise _wrong_size(data, component)
-        flat = flat_parts(out)
-        if flat is None:
-            found = _scatter_layer(data, out)
-        else:
-            found = copy_groups([[(room, part) for part, room in _pairs(data, flat)]])[0]
+        pieces = _pieces(data, out)
+        found = _scatter_layer(data, out) if pieces is None else copy_groups([pieces])[0]
         check_segment(header, index, found)
 
     def decode_into(self, header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
@@ -182,7 +181,8 @@ class RawCodec(Codec):
         """
         self.check_header(header)
         check_tensors(header.layout, out, may_lack=True)
-        pieces, places = raw_pieces(header.layout, *map(len, out)), places_of(out, is_target=True)
+        pieces = raw_pieces(header.layout, *map(len, out))
+        places = None if pieces is None else places_of(out, is_target=True)
         is_whole = frame.strides == (1,) and len(frame) >= raw_frame_bytes(header.layout)
         if pieces is None or places is None or header.shard is not None or not is_whole:
             self.decode_by_layer(header, frame, out)
@@ -195,6 +195,9 @@ class RawCodec(Codec):
         Raises InvalidFrameError for a frame that is cut short, too.
         """
         starts = header.segments["offset"].tolist()
+        checksums = header.segments["checksum"].tolist()
+        sums: dict[int, int] = {}
+        together: dict[int, Pieces] = {}
         first = 0
         for component, layers in zip(header.layout.components, out, strict=True):
             some, rows = starts[first : first + len(layers)], None
@@ -202,13 +205,21 @@ class RawCodec(Codec):
                 rows = block_rows(layers, frame, some)
             if rows is not None:
                 loops().scatter_summed(address(rows), rows.size // BLOCK_ROW)
-                for index, found in enumerate(rows[:, -1, -1, -1, ROW_SUM].tolist(), first):
-                    check_segment(header, index, found)
+                sums.update(enumerate(rows[:, -1, -1, -1, ROW_SUM].tolist(), first))
             else:
                 for index, (start, parts) in enumerate(zip(some, layers, strict=True), first):
                     data = frame[start : start + component.layer_bytes]
-                    self.decode_checked(header, index, data, parts)
+                    if len(data) != component.layer_bytes:
+                        raise _wrong_size(data, component)
+                    if (pieces := _pieces(data, parts)) is not None:
+                        together[index] = pieces
+                    else:
+                        sums[index] = _scatter_layer(data, parts)
             first += component.layers
+        sums.update(zip(together, copy_groups(list(together.values())), strict=True))
+        for index, found in sums.items():
+            if found != checksums[index]:
+                check_segment(header, index, found)
 
     def views(self, header: FrameHeader, frame: Bytes) -> ChunkTensors:
         """Return the tensors inside a raw *frame* without copying, writable when it is.
@@ -393,6 +404,12 @@ def _encode_summed(parts: Sequence[AnyPart], component: Component, room: Bytes) 
             _gather(theirs, block)
             digest.update(block)  # type: ignore[arg-type]
     return digest.intdigest()
+
+
+def _pieces(layer: Bytes, out: Sequence[AnyPart]) -> Pieces | None:
+    """Return where to and what of a raw layer; None where a part is in blocks or strided."""
+    flat = flat_parts(out)
+    return None if flat is None else [(room, data) for data, room in _pairs(layer, flat)]
 
 
 def _scatter_layer(layer: Bytes, out: Sequence[AnyPart]) -> int:
