@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from itertools import pairwise
+from numbers import Real
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -20,7 +21,12 @@ from numpy.typing import NDArray
 
 from kvstore.codecs.base import AnyPart, AnyTensors, Part, check_tensors
 from kvstore.codecs.block_part import BlockPart, BlockStack
-from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, TierUnavailableError
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    LayoutMismatchError,
+    TierUnavailableError,
+    is_whole,
+)
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -45,6 +51,7 @@ else:
 
 _MAX_WORK: Any = 10_000
 """What finding out whether two interleaved tensors overlap may cost: some milliseconds."""
+_FORM = "give components, layers, parts of (kv_heads, tokens, head_dim)"
 LayerTensors: TypeAlias = Sequence[Sequence[Sequence[TensorLike | BlockPart]]]
 """Components, then layers, then parts (K and V), each (kv_heads, tokens, head_dim)."""
 
@@ -185,7 +192,13 @@ def _share(one: Part, other: Part) -> bool:
 
 
 def to_arrays(tensors: LayerTensors) -> AnyTensors:
-    """Return the arrays of a whole chunk's tensors; what lies in an engine's blocks stays there."""
+    """Return the arrays of a whole chunk's tensors; what lies in an engine's blocks stays there.
+
+    Raises LayoutMismatchError.
+    """
+    for some in (tensors, *tensors) if isinstance(tensors, Sequence) else (tensors,):
+        if not isinstance(some, Sequence):
+            raise LayoutMismatchError("tensors", type(some).__name__, _FORM)
     return [
         layers if isinstance(layers, BlockStack) else [layer_arrays(parts) for parts in layers]
         for layers in tensors
@@ -199,6 +212,8 @@ def layer_arrays(
 
     Raises LayoutMismatchError for what is no tensor, or states that it is not of *dtype*.
     """
+    if not isinstance(parts, Sequence):
+        raise LayoutMismatchError("tensors", type(parts).__name__, _FORM)
     found: list[AnyPart] = []
     for part in parts:
         if dtype is not None:
@@ -296,11 +311,13 @@ class _Naming:
 
     def __post_init__(self) -> None:
         for name in ("parent", "content"):
-            if len(getattr(self, name)) != DIGEST_BYTES:
+            value = getattr(self, name)
+            if not isinstance(value, bytes) or len(value) != DIGEST_BYTES:
                 raise InvalidRequestError(name, getattr(self, name), f"give {DIGEST_BYTES} bytes")
-        if not 0 <= self.position < 1 << 32:
+        if not is_whole(self.position) or not 0 <= self.position < 1 << 32:
             raise InvalidRequestError("position", self.position, "a token index is in 0..2^32-1")
-        if not 0 <= self.prefill_flops < math.inf:
+        is_number = isinstance(self.prefill_flops, Real)
+        if not is_number or not 0 <= self.prefill_flops < math.inf:
             fix = "must be finite, not negative"
             raise InvalidRequestError("prefill_flops", self.prefill_flops, fix)
 
@@ -336,8 +353,10 @@ class Chunk(_Naming):
         given = self.importance
         if given is None:
             return b""
+        fix = f"give float32 ({tokens},), a number for each token of the chunk"
+        if not isinstance(given, np.ndarray):
+            raise InvalidRequestError("importance", type(given).__name__, fix)
         if given.shape != (tokens,) or given.dtype != np.float32:
-            fix = f"give float32 ({tokens},), a number for each token of the chunk"
             raise InvalidRequestError("importance", (given.shape, str(given.dtype)), fix)
         if not (np.isfinite(given) & (given >= 0)).all():
             raise InvalidRequestError("importance", float(given.min()), "finite, not negative")
@@ -353,6 +372,11 @@ class PlannedChunk(_Naming):
     """A chunk whose tensors are not computed yet: a Chunk without them."""
 
     tokens: int
+
+    def __post_init__(self) -> None:
+        super(PlannedChunk, self).__post_init__()
+        if not is_whole(self.tokens):
+            raise InvalidRequestError("tokens", self.tokens, "give a whole number")
 
 
 @dataclass(frozen=True, slots=True)
@@ -386,7 +410,10 @@ class Shard:
 
     def __post_init__(self) -> None:
         for name, span in (("layers", self.layers), *(("kv_heads", one) for one in self.kv_heads)):
-            if span is not None and not 0 <= span[0] < span[1]:
+            if span is None:
+                continue
+            is_span = isinstance(span, Sequence) and len(span) == 2 and all(map(is_whole, span))
+            if not is_span or not 0 <= span[0] < span[1]:
                 raise InvalidRequestError(name, span, "give the first, and one after the last")
         if self.layers is not None:  # tuples, as it is looked up by them
             object.__setattr__(self, "layers", tuple(self.layers))
@@ -398,7 +425,9 @@ class Shard:
 
         Heads are split as evenly as they go; with more ranks than heads several have the same.
         """
-        if not 0 <= rank < ranks:
+        if not is_whole(ranks) or ranks < 1:
+            raise InvalidRequestError("ranks", ranks, "give a positive whole number")
+        if not is_whole(rank) or not 0 <= rank < ranks:
             raise InvalidRequestError("rank", rank, f"0 to {ranks - 1}")
         spans = []
         for group in model.layer_groups:

@@ -38,6 +38,7 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     LayoutMismatchError,
     TierUnavailableError,
+    check_kind,
 )
 from kvstore.proto.frame import FrameTemplate, pack_header, raw_frame_bytes
 from kvstore.proto.plans import Hints
@@ -59,7 +60,9 @@ def put_whole(
 ) -> list[Put]:
     """Store *chunks*, or of each what *shard* covers, a batch at a time."""
 
-    chunks = list(chunks)
+    check_kind("chunks", chunks, Chunk, is_list=True)
+    check_kind("hints", hints, Hints)
+    check_kind("shard", shard, Shard, or_none=True)
 
     def work(transport: Transport, left_ms: LeftMs) -> list[Put]:
         session, important = transport.session, list[tuple[Chunk, int]]()
@@ -101,6 +104,8 @@ def put_by_layers(
         raise LayoutMismatchError("shard", link.options.shard, fix)
     if spans is not None and not spans:
         return LayeredPut(link.model, [], lambda _: [], spans)
+    check_kind("chunks", chunks, PlannedChunk, is_list=True)
+    check_kind("hints", terms.hints, Hints)
     left_ms = Until(terms.within_ms).left_ms
     transport = link.connected(left_ms)
     most = MAX_OPEN_BATCHES * transport.session.terms.max_batch_chunks
@@ -133,7 +138,7 @@ def layout_of(chunk: Chunk, model: Model, layers: Span | None = None) -> KVLayou
     The tensors are all there are of it, or those of *layers*. Raises LayoutMismatchError.
     """
     if chunk.layout is not None:
-        if not chunk.layout.is_of(model):
+        if not isinstance(chunk.layout, KVLayout) or not chunk.layout.is_of(model):
             fix = "make it with KVLayout.of this client's Model"
             raise LayoutMismatchError("layout", chunk.layout, fix)
         return chunk.layout

@@ -123,6 +123,9 @@ def room_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Room | None)
     if not isinstance(keys, Sequence):
         raise not_keys(keys)
     if out is not None and not callable(out):
+        if not isinstance(out, Sequence):
+            fix = "give tensors for each key, or a function"
+            raise InvalidRequestError("out", type(out).__name__, fix)
         if len(out) < len(keys):
             raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")
         out = given(out)

@@ -53,7 +53,7 @@ from kvstore.codecs.assets import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView, ReuseReport
-from kvstore.proto.errors import InvalidRequestError, check_text, is_whole
+from kvstore.proto.errors import InvalidRequestError, check_kind, check_text, is_whole
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.keys import chain_digests, chunk_key, page_digests
 from kvstore.proto.messages import accuracy_number, engine_to_message
@@ -282,6 +282,7 @@ class Client:
         """
         left_ms = Until(self._deadline_ms(timeout)).left_ms
         names = self._named(tokens, keys, left_ms)
+        check_kind("engine", engine, EngineTerms, or_none=True)
         if engine is not None and not engine.prompt_tokens:
             count = len(names) * self.options.chunk_tokens if tokens is None else len(tokens)
             engine = replace(engine, prompt_tokens=count)
@@ -386,6 +387,8 @@ class Client:
         unless given, tensors, layouts and *out* are what one rank has of each chunk.
         """
         room = chunk_reads.room_in(keys, out)
+        check_kind("stated", stated, list, or_none=True)
+        check_kind("shard", shard, Shard, or_none=True)
         timeout_ms, shard = self._deadline_ms(timeout), shard or self.options.shard
         request = ChunkRequest(keys, room, accuracy, timeout_ms, shard=shard)
         found = chunk_reads.read_prefix(self._link, request)
@@ -456,6 +459,7 @@ class Client:
         LayoutMismatchError.
         """
         room = chunk_reads.room_in(keys, out)
+        check_kind("terms", terms, PlanTerms)
         return LevelledGet(self._link, keys, terms, room, compute).run()
 
     # --- segments that are no prefixes
@@ -479,6 +483,7 @@ class Client:
         this model and tag is open. They are kept from eviction until the answer is released.
         Raises ModelError when the server turns keys by other rope parameters.
         """
+        check_kind("query", query, segments.SegmentQuery, or_none=True)
         query = query or segments.SegmentQuery()
         named = self.name_segments(tokens, ranges, query.names)
         return segments.find_segments(self._link, named, len(tokens), query)
@@ -542,7 +547,7 @@ class Client:
 
         With *ranks*, of 16 chunks at most, also how many others each tier would evict before.
         """
-        request = pb.StatRequest(ranks=ranks)
+        request = pb.StatRequest(ranks=bool(ranks))
         replies = self._link.ask("Stat", request, self._named(tokens, keys), pb.StatResponse)
         return [stat_from_message(chunk) for reply in replies for chunk in reply.chunks]
 
@@ -556,6 +561,8 @@ class Client:
         """
         if not is_whole(limit) or not 0 <= limit < 1 << 32:
             raise InvalidRequestError("limit", limit, "give 0 to 2^32-1")
+        check_kind("after", after, bytes)
+        check_kind("prefix", prefix, bytes)
         request = pb.ListRequest(limit=limit, after=after, prefix=prefix)
         return [stat_from_message(one) for one in chunk_reads.list_chunks(self._link, request)]
 
@@ -575,6 +582,7 @@ class Client:
         Without *since*, or when what followed it is not kept any more, a page is ``cleared`` and
         what is there comes first. A server serves 4 streams of a tenant.
         """
+        check_kind("since", since, Place, or_none=True)
         return EventStream(self._link, since)
 
     def status(self) -> ServerStatus:

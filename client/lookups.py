@@ -17,7 +17,13 @@ from kvstore.client.transports.base import Transport
 from kvstore.client.view import ChunkView, View
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.errors import DeadlineError, KVStoreError, LeaseExpiredError
+from kvstore.proto.errors import (
+    DeadlineError,
+    InvalidRequestError,
+    KVStoreError,
+    LeaseExpiredError,
+    is_whole,
+)
 from kvstore.proto.messages import as_value
 from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints, LoadPlan, PlanRange
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match
@@ -206,6 +212,9 @@ class Lease(Held):
         ChunkCorruptError.
         """
         FORKS.check(self._process, "the lease")
+        if not is_whole(index) or not 0 <= index < len(self.keys):
+            fix = f"{len(self.keys)} chunks are leased"
+            raise InvalidRequestError("index", index, fix)
         if self._is_released:
             raise LeaseExpiredError(f"lease_id={self.match.lease_id}: released; lease again")
         return self._view(index)

@@ -397,6 +397,9 @@ def check_tensors(layout: KVLayout, tensors: AnyTensors, *, may_lack: bool = Fal
 
     With *may_lack* windows and states may have no layers.
     """
+    if not isinstance(tensors, Sequence):
+        fix = "give components, layers, parts"
+        raise LayoutMismatchError("tensors", type(tensors).__name__, fix)
     if len(tensors) != len(layout.components):
         raise LayoutMismatchError("components", len(tensors), f"give {len(layout.components)}")
     for component, layers in zip(layout.components, tensors, strict=True):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
 from kvstore.proto.blend import MAX_SEGMENTS as MAX_RESOLVED
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, check_kind, is_whole
 from kvstore.proto.keys import chain_digest, check_chunk_tokens, content_digest, tokens_le32
 from kvstore.proto.types import (
     DEFAULT_CHUNK_TOKENS,
@@ -172,7 +172,8 @@ class SegmentRange:
     approximate: bool = True
 
     def __post_init__(self) -> None:
-        if not 0 <= self.start < self.stop < 1 << 32:
+        whole = is_whole(self.start) and is_whole(self.stop)
+        if not whole or not 0 <= self.start < self.stop < 1 << 32:
             raise InvalidRequestError("segment", (self.start, self.stop), "start below stop")
 
 
@@ -216,6 +217,7 @@ def name_segments(
     content digest. Raises InvalidRequestError for ranges that are not in order or past the end.
     """
     check_chunk_tokens(chunk_tokens)
+    check_kind("ranges", ranges, SegmentRange, is_list=True)
     data = memoryview(tokens_le32(tokens))
     found: list[NamedSegment] = []
     parent = ROOT

@@ -6,9 +6,11 @@ import asyncio
 import inspect
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -26,13 +28,23 @@ from helpers.prompts import (
     tokens,
 )
 
-from kvstore.client import AsyncClient, Client, ClientOptions, PlannedChunk, chunk_reads
+from kvstore.client import (
+    AsyncClient,
+    Chunk,
+    Client,
+    ClientOptions,
+    PlannedChunk,
+    Shard,
+    chunk_reads,
+)
+from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
     KVStoreError,
+    LayoutMismatchError,
     LeaseExpiredError,
     TierUnavailableError,
 )
@@ -161,6 +173,67 @@ def test_silent_server_costs_one_deadline_and_then_calls_fail_at_once(
 
 
 # --- the end
+
+
+def wrong_calls(client: Any, keys: Sequence[ChunkKey]) -> dict[str, list[Callable[[], Any]]]:
+    """Calls with a value of the wrong kind, by the argument that the error is to name."""
+    shard: Any
+    change: Any
+    span: Any
+    plan: Any
+    (chunk, *_), key = chunks_of(client, keys), keys[0]
+    lease, other = client.lease(keys=keys), Chunk(key, chunk.tensors)
+    planned = PlannedChunk(key, 16)
+    shard, change, span, plan = Shard, replace, SegmentRange, PlannedChunk
+    return {
+        "chunks": [
+            *(partial(client.put_chunks, one) for one in (None, chunk, ["x"], [planned])),
+            *(partial(client.put_chunk_layers, one) for one in (None, ["x"], [chunk])),
+        ],
+        "hints": [partial(client.put_chunks, [chunk], hints="x")],
+        "parent": [lambda: change(chunk, parent=3)],
+        "position": [lambda: change(chunk, position="a"), lambda: change(chunk, position=1.5)],
+        "prefill_flops": [lambda: change(chunk, prefill_flops="a")],
+        "tokens": [lambda: plan(key, "a")],
+        "layout": [partial(client.put_chunks, [change(other, layout="x")])],
+        "importance": [partial(client.put_chunks, [change(other, importance=[1.0])])],
+        "tensors": [
+            *(
+                partial(client.put_chunks, [change(chunk, tensors=one)])
+                for one in (None, [1], [[1]])
+            ),
+            *(partial(client.get_chunks, keys, [one] * 3) for one in (1, [1], [[1]])),
+            partial(client.get_chunks, keys, lambda index, layout: None),
+        ],
+        "shard": [
+            partial(client.put_chunks, [chunk], shard="x"),
+            partial(client.get_chunks, keys, shard=4),
+        ],
+        "out": [partial(client.get_chunks, keys, 5), lambda: lease.get(5)],
+        "stated": [partial(client.get_chunks, keys, stated=5)],
+        "layers": [partial(shard, one) for one in (3, ("a", "b"), (1,), (0, 1.5))],
+        "kv_heads": [partial(shard, kv_heads=one) for one in ((1, 2), ((0, 1.5),))],
+        "rank": [partial(shard.of_rank, SMALL, *one) for one in (("a", 2), (2, 2))],
+        "ranks": [partial(shard.of_rank, SMALL, 0, one) for one in (0, "b")],
+        "index": [partial(lease.view, one) for one in (-1, 3, "a", None)],
+        "ranges": [partial(client.find_segments, [1, 2], one) for one in (None, ["a"])],
+        "segment": [partial(span, "a", "b"), partial(span, 0, 1.5)],
+        "query": [partial(client.find_segments, [1, 2], [], "q")],
+        "after": [partial(client.list, after="a")],
+        "prefix": [partial(client.list, prefix=3)],
+        "since": [partial(client.events, "x")],
+        "engine": [partial(client.lookup, keys=keys, engine=3)],
+        "terms": [partial(client.get_levelled, keys, one) for one in (None, 3)],
+    }
+
+
+def test_a_value_of_the_wrong_kind_is_refused_by_the_name_of_its_argument(client: Client) -> None:
+    keys = store(client, 1, 3)
+    for name, calls in wrong_calls(client, keys).items():
+        for call in calls:
+            with pytest.raises((InvalidRequestError, LayoutMismatchError), match=f"^{name}="):
+                call()
+    assert all(is_right(client, *p) for p in zip(keys, client.get_chunks(keys), strict=True))
 
 
 def test_closed_client_says_so_whatever_is_asked(client: Client) -> None:
