@@ -78,15 +78,18 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
 
     def work(transport: Transport, left_ms: LeftMs) -> list[Decoded]:
         session, keys, leases = transport.session, request.keys, request.leases
-        most, digests = session.terms.max_batch_chunks, packed(keys, session.terms.namespace)
-        limit = min(most, request.most or most)
+        limit, digests = session.terms.max_batch_chunks, packed(keys, session.terms.namespace)
+        most = request.most or max(1, len(keys))
         found: list[Decoded] = []
-        for first in range(0, max(1, len(keys)), limit):
-            some, lease_id = keys[first : first + limit], leases[first // limit] if leases else 0
+        while len(found) < len(keys) or not keys:
+            first = len(found)
+            # A batch ends where its part does: the room of the next is that of this one.
+            stop = min(first + limit, first - first % most + most)
+            some, lease_id = keys[first:stop], leases[first // limit] if leases else 0
             wanted = Wanted(
                 session, some, request.room, request.accuracy, first, request.shard, bool(leases)
             )
-            some_digests = digests[DIGEST_BYTES * first : DIGEST_BYTES * (first + limit)]
+            some_digests = digests[DIGEST_BYTES * first : DIGEST_BYTES * stop]
             try:
                 plan = ReadPlan(
                     some_digests, lease_id, left_ms(), request.accuracy, direct=wanted.direct
@@ -104,7 +107,7 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
                 check_not_stopped(STOPPED.get())
                 request.came(len(found) + len(part))
             found += part
-            if len(part) < len(some):
+            if len(part) < len(some) or not keys:
                 break
         return found
 

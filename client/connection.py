@@ -11,6 +11,7 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Generator, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
@@ -372,14 +373,15 @@ class Pooled(Protocol):
 class Pool(Generic[C]):
     """Connections of one session, for one call at a time each: *limit* at most. Thread-safe.
 
-    *dial* connects one within the seconds it is given, *dial_s* at most. After it failed it is
-    not called for *rest_s*, or as much less as it had less time.
+    *dial* connects one within the seconds it is given, *dial_s* at most, and says which before it
+    waits for the server, so that whoever waits can be woken. After it failed, no call waits for it:
+    one is connected beside them, tried again *rest_s* after that failed, too.
     """
 
     def __init__(
         self,
         limit: int,
-        dial: Callable[[float], C],
+        dial: Callable[[float, Callable[[C], None]], C],
         dial_s: float,
         rest_s: float,
         clock: Callable[[], float] = time.monotonic,
@@ -391,14 +393,18 @@ class Pool(Generic[C]):
         self._clock = clock
         self.idle: list[C] = []
         self.busy: set[C] = set()
+        """Those that a call has, or that are being let in."""
         self._is_closed = False
         self._dialling = 0
+        """Those to come that are not among the busy."""
+        self._has_failed = self._is_beside = False
+        """Whether the last dial did, and whether one is connected beside the calls."""
         self._rests_until_s = -math.inf
-        self._lock = threading.Lock()  # guards the five above
+        self._lock = threading.Lock()  # guards the seven above
 
     def take(self, within_s: float) -> C | None:
         """Return a connection for one call, connected within so many seconds if none is idle; None
-        where there are as many as may be, or it rests. Raises what ``dial`` does.
+        where there are as many as may be, or no time, or it rests. Raises what ``dial`` does.
         """
         with self._lock:
             while self.idle:
@@ -407,33 +413,65 @@ class Pool(Generic[C]):
                     self.busy.add(one)
                     return one
                 one.close()
-            if not self._may_dial():
+            is_beside = within_s <= 0 or self._has_failed
+            is_full = len(self.busy) + self._dialling >= self._limit
+            is_resting = is_beside and (self._is_beside or self._clock() < self._rests_until_s)
+            if is_full or self._is_closed or is_resting:
                 return None
             self._dialling += 1
-        made: C | None = None
-        within_s = min(within_s, self._dial_s)
+            self._is_beside = self._is_beside or is_beside
+        if not is_beside:
+            return self._dialled(min(within_s, self._dial_s))
         try:
-            made = self._dial(within_s)
-        finally:
+            threading.Thread(target=self._dial_beside, name="kvstore-dial", daemon=True).start()
+        except RuntimeError:  # the system gives no more threads
             with self._lock:
-                self._dialling -= 1
-                if made is None:
-                    self._rests_until_s = self._clock() + self._rest_s * within_s / self._dial_s
-                elif not self._is_closed:
-                    self.busy.add(made)
-        if made in self.busy:
-            return made
-        made.close()
+                self._dialling, self._is_beside = self._dialling - 1, False
         return None
 
-    def _may_dial(self) -> bool:
-        is_full = len(self.busy) + self._dialling >= self._limit
-        return not (is_full or self._is_closed or self._clock() < self._rests_until_s)
+    def _dial_beside(self) -> None:
+        one: C | None = None
+        try:
+            with suppress(KVStoreError):
+                one = self._dialled(self._dial_s)
+        finally:
+            with self._lock:
+                self._is_beside = False
+                if one is None:
+                    self._rests_until_s = self._clock() + self._rest_s
+        if one is not None:
+            self.give_back(one, is_clean=True)
+
+    def _dialled(self, within_s: float) -> C:
+        begun: list[C] = []
+
+        def begin(one: C) -> None:
+            with self._lock:
+                self._dialling -= 1
+                self.busy.add(one)
+                begun.append(one)
+                if self._is_closed:
+                    one.wake(KVStoreError("the client is closed"))
+
+        is_made = False
+        try:
+            made = self._dial(within_s, begin)
+            is_made = True
+        finally:
+            with self._lock:
+                self._has_failed = not is_made
+                if not begun:
+                    self._dialling -= 1
+                if not is_made:
+                    self.busy.difference_update(begun)
+        return made
 
     def is_ready(self) -> bool:
-        """Whether a call would be given one, or one connected."""
-        with self._lock:
-            return bool(self.idle) or self._may_dial()
+        """Whether a call would be given one now; else one is connected beside the calls."""
+        one = self.take(0.0)
+        if one is not None:
+            self.give_back(one, is_clean=True)
+        return one is not None
 
     def give_back(self, one: C, *, is_clean: bool) -> None:
         """Take back a connection; one whose call did not come to its end is closed."""

@@ -184,7 +184,11 @@ class RawCodec(Codec):
         pieces = raw_pieces(header.layout, *map(len, out))
         places = None if pieces is None else places_of(out, is_target=True)
         is_whole = frame.strides == (1,) and len(frame) >= raw_frame_bytes(header.layout)
-        if pieces is None or places is None or header.shard is not None or not is_whole:
+        # The header of a shard, which names all components of the chunk, may be longer.
+        is_usual = (
+            is_whole and header.segments["offset"][0] == _raw_rows(header.layout)["offset"][0]
+        )
+        if pieces is None or places is None or not is_usual:
             self.decode_by_layer(header, frame, out)
         else:
             pieces.check(header, pieces.copy(frame, places))

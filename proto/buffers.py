@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 from collections.abc import Sequence
+from contextlib import suppress
 from itertools import accumulate
 from typing import Any, Protocol, TypeAlias
 
@@ -51,7 +52,8 @@ def address(data: NDArray[Any]) -> int:
     if not data.size:
         return 0
     if data.flags.writeable and data.flags.c_contiguous:  # a quarter of what numpy takes to say so
-        return ctypes.addressof(ctypes.c_char.from_buffer(data.data))
+        with suppress(ValueError):  # of a dtype of another library
+            return ctypes.addressof(ctypes.c_char.from_buffer(data.data))
     return int(data.ctypes.data)
 
 

@@ -146,7 +146,7 @@ class PeerReads:
         terms = self._session.terms
         assembler = FrameAssembler(terms.max_frame_bytes, renumbered)
         try:
-            with in_use(streams, streams.take(SILENCE_S)) as stream:
+            with in_use(streams, streams.take(0.0)) as stream:
                 if stream is None:
                     return first
                 get = pb.GetRequest(

@@ -81,8 +81,11 @@ class ShmTransport(Transport):
         size_bytes = max(session.options.staging_bytes // PARTS, raw_frame_bytes(whole_chunk))
         self._staging = StagingMemory(size_bytes)
         try:
-            memory, attach = [self._staging.descriptor], unix_socket.Op.attach
-            self._socket = enter(session.terms, attach, within_s, self._staging.size_bytes, memory)
+            memory, attach = (
+                (self._staging.size_bytes, self._staging.descriptor),
+                unix_socket.Op.attach,
+            )
+            self._socket = enter(session.terms, attach, within_s, memory=memory)
         finally:
             os.close(self._staging.descriptor)  # the server has its own
         self._socket.settimeout(min(_ANSWER_WITHIN_S, session.options.deadline_ms / 1000))
@@ -303,6 +306,8 @@ class Slabs:
             return files[0], size_bytes
         for descriptor in files:
             os.close(descriptor)
+        if reply is unix_socket.Reply.invalid:  # with all that it had
+            raise LeaseExpiredError(f"{op.name} {number} is gone; look the chunk up again")
         raise TierUnavailableError("shm", f"{op.name} {number}: {reply.name}")
 
     def _exchange(

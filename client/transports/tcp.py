@@ -88,7 +88,14 @@ class FrameStream:
     which nothing comes for *silence_s*, leaves it of no use.
     """
 
-    def __init__(self, entrance: Entrance, within_s: float, silence_s: float = math.inf) -> None:
+    def __init__(
+        self,
+        entrance: Entrance,
+        within_s: float,
+        begin: Callable[[FrameStream], None] = lambda stream: None,
+        silence_s: float = math.inf,
+    ) -> None:
+        """*begin* is given the stream before the server is asked to let us in."""
         self._silence_s = silence_s
         self._deadline = time.monotonic() + within_s
         """Of the last request."""
@@ -107,6 +114,7 @@ class FrameStream:
             entrance.where, entrance.certificate, self._deadline, time.monotonic, "server"
         )
         try:
+            begin(self)
             self.send(pb.StreamMessage(attach=entrance.attach))
             if not (answer := self.answer()).ready:
                 kind = answer.WhichOneof("body")

@@ -6,7 +6,7 @@ import hmac
 import os
 import socket
 from collections import deque
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -206,17 +206,19 @@ def enter(
     terms: SessionTerms,
     op: unix_socket.Op,
     within_s: float,
-    size_bytes: int = 0,
-    descriptors: Sequence[int] = (),
+    begin: Callable[[Link], None] = lambda link: None,
+    memory: tuple[int, int] | None = None,
 ) -> Link:
-    """Connect and ``attach``, with staging memory of *size_bytes*, or ``join``, within
-    *within_s*. Raises TierUnavailableError, DeadlineError.
+    """Connect and ``attach``, with staging *memory* of so many bytes and its descriptor, or
+    ``join``, within *within_s*. *begin* is given the connection first. Raises
+    TierUnavailableError, DeadlineError.
     """
     link = None
     try:
         link = Link()
+        begin(link)
         link.settimeout(within_s / 2)  # for each of two answers
-        reply = _enter(link, terms, op, size_bytes, descriptors)
+        reply = _enter(link, terms, op, memory)
         if reply is not Reply.ok:
             raise TierUnavailableError("shm", f"{terms.socket_path}: {reply.name}")
         entered, link = link, None
@@ -231,7 +233,7 @@ def enter(
 
 
 def _enter(
-    link: Link, terms: SessionTerms, op: unix_socket.Op, size_bytes: int, files: Sequence[int]
+    link: Link, terms: SessionTerms, op: unix_socket.Op, memory: tuple[int, int] | None
 ) -> Reply:
     """Return what the server says, which proves first that it is the session's.
 
@@ -249,5 +251,6 @@ def _enter(
     if not hmac.compare_digest(expected, proven):
         raise InvalidRequestError("socket_path", terms.socket_path, "not the session's server")
     own = unix_socket.proof(terms.attach_token, op, session_id, nonces)
+    size_bytes, *files = memory or (0,)
     socket.send_fds(link, [unix_socket.Request(op, size_bytes, own).pack()], files)
     return unix_socket.unpack_head(link.recv(unix_socket.HEADER_BYTES), unix_socket.REPLY_KINDS)[0]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from weakref import ref
@@ -145,6 +146,22 @@ def test_no_more_of_a_prompt_is_in_memory_of_the_host_than_its_limit(
     assert client.get(prompt, out=out).tokens == COUNT
     assert torch.equal(out.near, kv.near)
     assert 0 < most_bytes <= min(kv_module.STAGED_BYTES, kv.near.nbytes)
+
+
+def test_batches_of_the_server_that_end_within_a_part_bring_every_chunk(
+    make_server: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(kv_module, "STAGED_BYTES", 4 * 4096)
+    server = make_server("--limits", "max_batch_chunks=3")
+    for transport in ("auto", "grpc"):
+        options = ClientOptions(chunk_tokens=32, deadline_ms=DEADLINE_MS)
+        client = server.connect(transport, MODEL, options)
+        prompt, kv, out = tokens(1, 384), far(2, 2, 2, 384, 8), far(2, 2, 2, 384, 8)
+        if transport == "auto":
+            client.put(prompt, kv)
+            stored = kv
+        assert client.get(prompt, out=out).tokens == 384
+        assert torch.equal(out.near, stored.near)
 
 
 def test_windows_before_the_start_are_the_callers_on_a_gpu_too(server: LocalServer) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
+from threading import Event
 from typing import Any
 
 import grpc
@@ -171,27 +173,71 @@ class Link:
         self.ends.append("closed")
 
 
-def test_a_pool_rests_after_a_failure_as_long_as_its_connections_had_time() -> None:
-    clock, given = Clock(), list[float]()
+def link_of(within_s: float, begin: Callable[[Link], None]) -> Link:
+    link = Link(within_s)
+    begin(link)
+    return link
 
-    def refuse(within_s: float) -> Link:
+
+def test_after_a_failure_a_pool_connects_one_beside_the_calls_and_rests_when_that_fails() -> None:
+    clock, given, allowed = Clock(), list[float](), Event()
+
+    def dial(within_s: float, begin: Callable[[Link], None]) -> Link:
         given.append(within_s)
+        if allowed.is_set():
+            return link_of(within_s, begin)
+        begin(Link(within_s))
         raise TierUnavailableError("server", "refused")
 
-    pool = Pool(2, refuse, 2.0, 30.0, clock)
-    for within_s, rest_s in ((9.0, 30.0), (0.1, 1.5)):
-        with pytest.raises(TierUnavailableError):
-            pool.take(within_s)
-        clock.now += rest_s - 0.01
-        assert not pool.is_ready()
-        assert pool.take(9.0) is None
-        clock.now += 0.02
-        assert pool.is_ready()
-    assert given == [2.0, 0.1]
+    def is_over() -> bool:
+        return not any(one.name == "kvstore-dial" for one in threading.enumerate())
+
+    pool = Pool(2, dial, 2.0, 30.0, clock)
+    for within_s in (0.1, 9.0):
+        if given:
+            assert pool.take(within_s) is None, "no other call waits"
+        else:
+            with pytest.raises(TierUnavailableError):
+                pool.take(within_s)
+    assert eventually(is_over)
+    assert given == [0.1, 2.0]
+    clock.now += 29.9
+    assert pool.take(9.0) is None
+    assert not pool.is_ready()
+    allowed.set()
+    clock.now += 0.2
+    assert not pool.is_ready()
+    assert eventually(lambda: len(pool.idle) == 1)
+    assert eventually(is_over)
+    assert given == [0.1, 2.0, 2.0]
+    assert pool.take(9.0)
+    assert pool.take(1.5)
+    assert given == [0.1, 2.0, 2.0, 1.5], "calls connect theirs again"
+    assert pool.take(1.5) is None
+
+
+def test_whoever_waits_to_be_let_in_is_woken_and_without_time_nobody_waits() -> None:
+    inside, go_on = Event(), Event()
+
+    def dial(within_s: float, begin: Callable[[Link], None]) -> Link:
+        link = link_of(within_s, begin)
+        inside.set()
+        assert go_on.wait(20)
+        return link
+
+    pool = Pool(2, dial, 2.0, 30.0)
+    assert pool.take(0.0) is None
+    assert pool.take(0.0) is None, "one at a time is connected beside the calls"
+    assert inside.wait(20)
+    (link,) = pool.busy
+    pool.hang_up(DeadlineError("the server hangs"))
+    assert link.ends == ["the server hangs"]
+    go_on.set()
+    assert eventually(lambda: pool.idle == [link])
 
 
 def test_a_pool_takes_back_what_is_clean_and_makes_no_more_than_it_may() -> None:
-    pool = Pool(2, Link, 2.0, 30.0)
+    pool = Pool(2, link_of, 2.0, 30.0)
     one, other = pool.take(1.0), pool.take(1.0)
     assert one
     assert other
@@ -214,16 +260,17 @@ def test_a_pool_takes_back_what_is_clean_and_makes_no_more_than_it_may() -> None
 
 
 def test_a_pool_that_closes_while_it_connects_keeps_nothing() -> None:
-    made: list[Link] = []
-
-    def connect(within_s: float) -> Link:
+    def connect(within_s: float, begin: Callable[[Link], None]) -> Link:
         pool.close()
-        made.append(Link(within_s))
-        return made[-1]
+        return link_of(within_s, begin)
 
     pool = Pool(2, connect, 2.0, 30.0)
+    link = pool.take(1.0)
+    assert link
+    assert link.ends == ["the client is closed"], "before it asks the server"
+    pool.give_back(link, is_clean=True)
+    assert link.ends[1:] == ["closed"]
     assert pool.take(1.0) is None
-    assert made[0].ends == ["closed"]
 
 
 ServerMaker = Callable[..., LocalServer]

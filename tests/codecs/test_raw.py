@@ -23,7 +23,7 @@ from contracts.codec import (
 from golden.samples import FOLDER, vectors
 from helpers.prompts import equal, frame_of, tensors_of
 from helpers.shards import TWO_GROUPS, shard_frame, slices
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvstore.codecs.base import codec_by_name, empty_tensors
@@ -299,6 +299,7 @@ def shards(draw: st.DrawFn) -> ChunkShard:
 
 
 @settings(max_examples=40)
+@example(ChunkShard(GROUPS, (Extent(0, 2, 0, 4), None)))
 @given(shards())
 def test_what_a_rank_encodes_and_what_it_is_cut_are_the_same(shard: ChunkShard) -> None:
     frame = shard_frame(TEMPLATE, TWO_GROUPS, shard)

@@ -22,6 +22,7 @@ from kvstore.proto.buffers import (
     Bytes,
     FileGroups,
     Pieces,
+    address,
     as_bytes,
     checksum,
     copy_by_loop,
@@ -182,6 +183,11 @@ def test_what_the_loop_takes_and_what_it_does_not_is_copied_and_summed_alike() -
             assert copy_groups(groups) == wanted
             assert np.array_equal(out, data)
             assert (framed[0], framed[-1]) == (0, 0)
+
+
+def test_memory_of_a_dtype_that_no_buffer_has_is_found_too() -> None:
+    times = np.zeros(4, "M8[s]")
+    assert address(times) == times.ctypes.data
 
 
 def test_a_piece_of_another_length_is_refused() -> None:
