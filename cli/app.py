@@ -118,10 +118,14 @@ def server_address() -> str:
     """Return the server's address, with its port. Raises InvalidRequestError."""
     from kvstore.client.options import SCHEMES, check_address
 
-    found = str(_given.get({}).get("address", DEFAULT_ADDRESS))
+    text = found = str(_given.get({}).get("address", DEFAULT_ADDRESS))
     if not found.startswith(SCHEMES) and ":" not in found.rpartition("]")[2]:
         found = f"{found}:{DEFAULT_PORT}"
-    check_address(found)
+    try:
+        check_address(found)
+    except InvalidRequestError:
+        fix = "give HOST, HOST:PORT or [IPV6]:PORT; the port is a number, 1 to 65535"
+        raise InvalidRequestError("address", text, fix) from None
     return found
 
 

@@ -288,7 +288,7 @@ def check_redis(config: Settings, wall_clock: Callable[[], float] = time.time) -
         yield judged(median_ms > MAX_REDIS_MS, "redis", f"{median_ms:.2f} ms an answer", fix)
         yield _rights(link, name, config)
         yield from _servers(link)
-        with suppress(KVStoreError):  # its user may not ask for the time
+        with suppress(KVStoreError, TypeError, ValueError):  # its user may not ask for the time
             yield _clock(link, wall_clock)
 
 

@@ -25,7 +25,7 @@ FIRST_LOGIN_UID = 1000
 """Users below are the system's: only root makes them. Those above log in, and may listen on any
 port that a server left (login.defs(5), UID_MIN)."""
 _LISTENS = "0A"
-_TARGET = re.compile(r"(?:[\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):(\d{1,5})")
+_TARGET = re.compile(r"(?:[\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):([0-9]{1,5})")
 SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
 """Of gRPC's targets, besides HOST:PORT."""
 _HEADER = "authorization"

@@ -112,7 +112,8 @@ def computed_rows(plan: BlendPlan, sinks: Tensor, measured: Tensor | None) -> Te
     """Return the rows that are computed in all layers, on the CPU: (rows,)."""
     rows = [rows_of(plan, "miss"), sinks]
     if chooses_any(plan):
-        if measured is not None:  # sinks are computed anyway, and not charged to the ratio
+        is_deviation = _MEASURES.get(plan.selector) == "deviation"
+        if measured is not None and is_deviation:  # sinks are computed anyway: not by the ratio
             measured = measured.index_fill(0, sinks.to(measured.device), -1.0)
         rows.append(SELECTORS[plan.selector](plan, measured).cpu())
     found: Tensor = torch.cat(rows).unique()

@@ -138,7 +138,7 @@ class VllmWorker:
                 self.refuse(f"{type(error).__name__}: {error}")
             else:  # a load that has a session notices when the server hangs
                 opens = partial(self._connector.ask, client.send_counts, None)
-                self._watch(self._loader.submit(opens))
+                self._loader.submit(opens)
         return self._refusal
 
     def _side_of(

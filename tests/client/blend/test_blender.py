@@ -36,7 +36,7 @@ from kvstore.client.blend.layer_pass import (
     rerotate,
 )
 from kvstore.client.blend.plan import BlendPlan, Origin, Segment
-from kvstore.client.blend.selectors import SELECTORS
+from kvstore.client.blend.selectors import SELECTORS, computed_rows, sink_rows
 from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
 from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.proto.errors import InvalidRequestError, ModelError, TierUnavailableError
@@ -536,3 +536,14 @@ def test_a_blend_on_a_device_is_that_of_float64_on_the_cpu(single: World, device
         assert {part.device.type for kv in found.kv for part in kv} == {device}
         assert set(found.report.selected.tolist()) == set(wanted.report.selected.tolist())
         assert torch.allclose(found.logits.cpu().double(), wanted.logits, atol=1e-3)
+
+
+@pytest.mark.parametrize(("selector", "chosen"), [("hkvd", 11), ("query_attention", 10)])
+def test_a_sink_is_charged_to_the_ratio_by_who_measures_attention_alone(
+    selector: str, chosen: int
+) -> None:
+    segments = (Segment(0, 100, "approx", src_pos=0), Segment(100, 120, "miss"))
+    plan = BlendPlan(tuple(range(120)), segments, ratio=0.1, selector=selector)
+    falling = torch.arange(120.0, 0.0, -1.0)
+    rows = computed_rows(plan, sink_rows(plan, 1), falling)
+    assert int((rows < 100).sum()) == chosen

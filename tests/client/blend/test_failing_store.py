@@ -6,7 +6,8 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -14,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from helpers.blend_world import LAYERS, STORED, VOCABULARY, make_world, random_tokens
-from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.server_process import ServerProcess
 from typing_extensions import override
 
@@ -42,7 +43,7 @@ from kvstore.client.segments import SegmentMatch, SegmentQuery
 from kvstore.client.transports.base import Outgoing, PutTerms, cut_header
 from kvstore.proto.blend import ReuseReport, ShadowResult
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.errors import InvalidRequestError, ModelError
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError
 from kvstore.proto.frame import FLAG_RESTORED, FrameTemplate
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome, RopeParameters
@@ -79,6 +80,49 @@ def test_a_source_that_stalls_is_waited_for_in_bounds_and_the_prompt_computed(at
     assert found.report.failure.startswith("DeadlineError")
     assert not found.is_blended
     assert torch.equal(found.logits, world.blender.prefill(world.tokens).logits[-12:])
+
+
+def test_a_blend_that_gave_up_asks_its_source_for_no_more_layers() -> None:
+    asked, go_on = list[int](), threading.Event()
+
+    class Failing(MemorySource):
+        def layer(self, i: int) -> Mapping[int, LayerKV]:
+            asked.append(i)
+            if i == 1:
+                go_on.wait(20)
+                raise KVStoreError("gone")
+            return super().layer(i)
+
+    world = make_world()
+    found = world.blender.blend(world.plan(0.2), Failing(world.stored), patience_s=PATIENT_S)
+    assert not found.is_blended
+    go_on.set()
+    assert eventually(
+        lambda: not any(t.name.startswith("kvstore-blend") for t in threading.enumerate())
+    )
+    assert asked == [0, 1]
+
+
+def test_a_source_that_is_closed_under_the_read_of_a_layer_ends_its_loads(
+    server: LocalServer, blender: Blender, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect("auto", STORED, ClientOptions(chunk_tokens=16))
+    store_prefill(client, blender.prefill(BEFORE[0]), *BEFORE)
+    ended = list[bool]()
+    with client.find_segments(*ASKED, TRIAL) as resolved:
+        source = StoreSource(resolved, ASKED[0], client.model)
+
+        def layers(*_: object) -> Generator[Any, None, None]:
+            try:
+                source.close()
+                yield from range(9)
+            finally:
+                ended.append(True)
+
+        monkeypatch.setattr(source, "_begun", layers)
+        with suppress(AttributeError):  # those were no layers
+            source.layer(0)
+        assert ended == [True]
 
 
 def test_all_waits_together_are_bounded() -> None:
