@@ -25,7 +25,14 @@ from kvstore.client.chunk import (
 from kvstore.client.connection import Until
 from kvstore.client.forks import FORKS
 from kvstore.client.paged_cache import Blocks, kept_from
-from kvstore.client.server_link import MAX_OPEN_BATCHES, LeftMs, ServerLink, digest_batches, packed
+from kvstore.client.server_link import (
+    MAX_OPEN_BATCHES,
+    LeftMs,
+    ServerLink,
+    check_kind,
+    digest_batches,
+    packed,
+)
 from kvstore.client.session import Session
 from kvstore.client.transports.base import RAW, Outgoing, Put, PutTerms, Transport, cut_header
 from kvstore.codecs.base import check_parts
@@ -38,7 +45,6 @@ from kvstore.proto.errors import (
     InvalidRequestError,
     LayoutMismatchError,
     TierUnavailableError,
-    check_kind,
 )
 from kvstore.proto.frame import FrameTemplate, pack_header, raw_frame_bytes
 from kvstore.proto.plans import Hints

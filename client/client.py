@@ -38,7 +38,7 @@ from kvstore.client.options import (
     milliseconds,
 )
 from kvstore.client.planning import PlanTerms
-from kvstore.client.server_link import LeftMs, ServerLink, not_keys
+from kvstore.client.server_link import LeftMs, ServerLink, check_kind, not_keys
 from kvstore.client.server_state import (
     ChunkStat,
     EventStream,
@@ -53,7 +53,7 @@ from kvstore.codecs.assets import ASSETS
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import GateView, ReuseReport
-from kvstore.proto.errors import InvalidRequestError, check_kind, check_text, is_whole
+from kvstore.proto.errors import InvalidRequestError, check_text, is_whole
 from kvstore.proto.frame import FrameHeader
 from kvstore.proto.keys import chain_digests, chunk_key, page_digests
 from kvstore.proto.messages import accuracy_number, engine_to_message

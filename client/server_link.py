@@ -296,6 +296,18 @@ def not_keys(keys: object) -> InvalidRequestError:
     return InvalidRequestError("keys", keys, "give a list of what keys() returns")
 
 
+def check_kind(
+    name: str, value: object, kind: type, *, is_list: bool = False, or_none: bool = False
+) -> None:
+    """Raise InvalidRequestError unless *value* is of *kind*, or a sequence of such, or None."""
+    fix = f"give a list of {kind.__name__}" if is_list else f"give {kind.__name__}"
+    if is_list and not isinstance(value, Sequence):
+        raise InvalidRequestError(name, type(value).__name__, fix)
+    for one in value if is_list else (value,):  # type: ignore[attr-defined]
+        if not isinstance(one, kind) and not (one is None and or_none):
+            raise InvalidRequestError(name, type(one).__name__, fix)
+
+
 def batches(items: Sequence[T], limit: int) -> Iterator[tuple[int, Sequence[T]]]:
     """Yield *items* in runs of *limit* at most, each with the place of its first; one if empty."""
     for first in range(0, max(1, len(items)), limit):

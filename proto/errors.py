@@ -6,7 +6,6 @@ what the caller can do next; a new one is worth adding only when that differs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from numbers import Integral
 from typing import ClassVar
 
@@ -155,18 +154,6 @@ def revive(name: str, message: str) -> KVStoreError:
 def is_whole(value: object) -> bool:
     """Whether *value* is a whole number; True and False are none."""
     return isinstance(value, Integral) and not isinstance(value, bool)
-
-
-def check_kind(
-    name: str, value: object, kind: type, *, is_list: bool = False, or_none: bool = False
-) -> None:
-    """Raise InvalidRequestError unless *value* is of *kind*, or a sequence of such, or None."""
-    fix = f"give a list of {kind.__name__}" if is_list else f"give {kind.__name__}"
-    if is_list and not isinstance(value, Sequence):
-        raise InvalidRequestError(name, type(value).__name__, fix)
-    for one in value if is_list else (value,):  # type: ignore[attr-defined]
-        if not isinstance(one, kind) and not (one is None and or_none):
-            raise InvalidRequestError(name, type(one).__name__, fix)
 
 
 def check_text(

@@ -6,8 +6,9 @@ from collections.abc import Container, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal, TypeAlias
 
+from kvstore.client.server_link import check_kind
 from kvstore.proto.blend import MAX_SEGMENTS as MAX_RESOLVED
-from kvstore.proto.errors import InvalidRequestError, check_kind, is_whole
+from kvstore.proto.errors import InvalidRequestError, is_whole
 from kvstore.proto.keys import chain_digest, check_chunk_tokens, content_digest, tokens_le32
 from kvstore.proto.types import (
     DEFAULT_CHUNK_TOKENS,
