@@ -7,7 +7,7 @@ from collections.abc import Callable, Generator, Iterator, Sequence
 from contextlib import ExitStack, closing
 from contextvars import ContextVar
 from dataclasses import replace
-from itertools import islice
+from itertools import count, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -76,7 +76,10 @@ class ChunkRequest(NamedTuple):
 def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
     """Read the longest prefix of what is requested, verified."""
 
+    tries = count()
+
     def work(transport: Transport, left_ms: LeftMs) -> list[Decoded]:
+        is_first = not next(tries)
         session, keys, leases = transport.session, request.keys, request.leases
         limit, digests = session.terms.max_batch_chunks, packed(keys, session.terms.namespace)
         most = request.most or max(1, len(keys))
@@ -86,14 +89,13 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
             # A batch ends where its part does: the room of the next is that of this one.
             stop = min(first + limit, first - first % most + most)
             some, lease_id = keys[first:stop], leases[first // limit] if leases else 0
-            wanted = Wanted(
-                session, some, request.room, request.accuracy, first, request.shard, bool(leases)
-            )
+            wanted = Wanted(session, some, request.room, request.accuracy, first, request.shard)
             some_digests = digests[DIGEST_BYTES * first : DIGEST_BYTES * stop]
             try:
                 plan = ReadPlan(
-                    some_digests, lease_id, left_ms(), request.accuracy, direct=wanted.direct
-                )
+                    some_digests, lease_id, left_ms(), request.accuracy, direct=wanted.direct,
+                    is_unheld=is_first,
+                )  # fmt: skip
                 with transport.read(plan) as arriving:
                     part, broken = link.reader.read(wanted, arriving)
             except (DeadlineError, TierUnavailableError):

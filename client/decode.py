@@ -38,7 +38,6 @@ from kvstore.proto.errors import (
     DeadlineError,
     InvalidFrameError,
     KVStoreError,
-    LeaseExpiredError,
     ModelError,
     TierUnavailableError,
     UnknownCodecError,
@@ -146,8 +145,6 @@ class Wanted:
     accuracy: Accuracy = Accuracy.exact
     first: int = 0
     shard: Shard | None = None
-    is_leased: bool = False
-    """Whether the caller keeps them from eviction: then memory that was reused is an error."""
 
     def decode(self, arrived: Arrival) -> Decoded:
         """Verify the frame of a chunk and decode it to its place.
@@ -276,7 +273,7 @@ class Reader:
         """Return the longest prefix that arrives and proves right, and the key that did not.
 
         A copy that is not accurate enough, or of another codec, ends it without one: it may be
-        right, to others. Raises LeaseExpiredError when leased memory was reused under the reader,
+        right, to others. Raises LeaseExpiredError when memory was reused under the reader,
         LayoutMismatchError when the room does not have the chunk's layout; and, where nothing was
         read, what is late or cannot be read.
         """
@@ -298,8 +295,6 @@ class Reader:
         error = reading.errors.get(done, error)
         if error is None or isinstance(error, UnknownCodecError | TooLossyError):
             return found, None
-        if done in reading.errors and isinstance(error, LeaseExpiredError) and not wanted.is_leased:
-            return found, None  # it was evicted as it was read
         if isinstance(error, WRONG) and found and done == count:  # what nobody asked for
             return found, None
         if isinstance(error, WRONG) and done < count:

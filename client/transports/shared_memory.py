@@ -127,8 +127,7 @@ class ShmTransport(Transport):
     @contextmanager
     def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
         request = self.request(plan, pb.VIA_SHARED_MEMORY)
-        # Frames that are copied at once are right if their memory's generation is so afterwards.
-        request.no_lease = not (plan.lease_id or plan.ranges or plan.layer_major)
+        request.no_lease = plan.is_unheld and not plan.lease_id
         with ExitStack() as stack:
             if plan.ranges:
                 yield Arrivals(self._ranges(self.replies(stack, request), plan.ranges))

@@ -72,20 +72,33 @@ class TestShmTransport(TransportContract):
                 held.confirm()
         assert_reads(client, other)
 
-    def test_a_get_out_of_memory_keeps_no_chunk_and_ends_before_one_that_goes_meanwhile(
-        self, client: Client, server: LocalServer
+    @pytest.mark.parametrize("is_deleted", [False, True])
+    def test_a_get_out_of_memory_takes_a_lease_only_once_a_chunk_went_under_it(
+        self, client: Client, server: LocalServer, is_deleted: bool
     ) -> None:
         keys, other = store(client, 1, 3), server.connect(options=self.options())
         assert_reads(client, keys)
+        server.settled()
+        asked, boot_id = list[int](), client.boot_id
 
         def room(index: int, layout: KVLayout) -> ChunkTensors:
-            if index == 1:
+            asked.append(index)
+            if asked.count(1) == index == 1:
                 assert eventually(lambda: server.usage().leases == 0)
-                assert other.delete(keys=keys[1:2]) == 1
+                if is_deleted:
+                    assert other.delete(keys=keys[1:2]) == 1
+                else:
+                    server.leave_memory(keys[1:2])
             return empty_tensors(layout)
 
-        assert len(client.get_chunks(keys, room)) == 1
-        assert client.is_connected
+        found = client.get_chunks(keys, room)
+        assert len(found) == (1 if is_deleted else 3)
+        assert all(is_right(client, *one) for one in zip(keys, found, strict=False))
+        assert asked.count(0) == 2, "from the start, under a lease"
+        assert client.boot_id == boot_id
+        assert server.settled().leases == 0
+        if not is_deleted:
+            return
         assert_reads(client, [keys[0]])
         assert client.lookup(keys=keys).ready == 1
         assert len(client.stat(keys=keys)) == 2, "what was not found wrong is still there"
