@@ -34,10 +34,10 @@ from kvstore.client.server_link import (
     packed,
 )
 from kvstore.client.session import Session
-from kvstore.client.transports.base import RAW, Outgoing, Put, PutTerms, Transport, cut_header
+from kvstore.client.transports.base import Outgoing, Put, PutTerms, Transport, cut_header
 from kvstore.codecs.base import check_parts
 from kvstore.codecs.block_part import BlockPart
-from kvstore.codecs.raw import raw_header
+from kvstore.codecs.raw import RAW, raw_header
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import (

@@ -84,7 +84,7 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
         limit, digests = session.terms.max_batch_chunks, packed(keys, session.terms.namespace)
         most = request.most or max(1, len(keys))
         found: list[Decoded] = []
-        while len(found) < len(keys) or not keys:
+        while True:
             first = len(found)
             # A batch ends where its part does: the room of the next is that of this one.
             stop = min(first + limit, first - first % most + most)
@@ -109,7 +109,7 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
                 check_not_stopped(STOPPED.get())
                 request.came(len(found) + len(part))
             found += part
-            if len(part) < len(some) or not keys:
+            if len(part) < len(some) or stop >= len(keys):
                 break
         return found
 

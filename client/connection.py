@@ -364,7 +364,7 @@ class Pooled(Protocol):
         """Whether it is of no use for another call, as it lay idle."""
 
     def wake(self, error: KVStoreError) -> None:
-        """Have whoever waits on it wait no more. For any thread."""
+        """Give the call that waits on it *error*. For any thread."""
 
     def close(self) -> None:
         """Hang up."""
@@ -374,7 +374,7 @@ class Pool(Generic[C]):
     """Connections of one session, for one call at a time each: *limit* at most. Thread-safe.
 
     *dial* connects one within the seconds it is given, *dial_s* at most, and says which before it
-    waits for the server, so that whoever waits can be woken. After it failed, no call waits for it:
+    waits for the server, so that the wait can be ended. After it failed, no call waits for it:
     one is connected beside them, tried again *rest_s* after that failed, too.
     """
 
@@ -406,13 +406,11 @@ class Pool(Generic[C]):
         """Return a connection for one call, connected within so many seconds if none is idle; None
         where there are as many as may be, or no time, or it rests. Raises what ``dial`` does.
         """
+        while (one := self._idle_one()) is not None:
+            if not one.is_broken():
+                return one
+            self.give_back(one, is_clean=False)
         with self._lock:
-            while self.idle:
-                one = self.idle.pop()
-                if not one.is_broken():
-                    self.busy.add(one)
-                    return one
-                one.close()
             is_beside = within_s <= 0 or self._has_failed
             is_full = len(self.busy) + self._dialling >= self._limit
             is_resting = is_beside and (self._is_beside or self._clock() < self._rests_until_s)
@@ -428,6 +426,14 @@ class Pool(Generic[C]):
             with self._lock:
                 self._dialling, self._is_beside = self._dialling - 1, False
         return None
+
+    def _idle_one(self) -> C | None:
+        with self._lock:
+            if not self.idle:
+                return None
+            one = self.idle.pop()
+            self.busy.add(one)
+            return one
 
     def _dial_beside(self) -> None:
         one: C | None = None
@@ -483,7 +489,7 @@ class Pool(Generic[C]):
         one.close()
 
     def hang_up(self, error: KVStoreError) -> None:
-        """Have whoever waits on one of them get *error*."""
+        """Give *error* to each call that waits on one of them."""
         with self._lock:
             for one in self.busy:
                 one.wake(error)

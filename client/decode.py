@@ -30,7 +30,7 @@ from kvstore.codecs.base import (
     codec_by_id,
     empty_tensors,
 )
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.raw import RAW
 from kvstore.codecs.slices import copy_kept, cut, cut_bytes, kept_rows, place_cut
 from kvstore.proto.buffers import Bytes, Sliced
 from kvstore.proto.errors import (
@@ -50,7 +50,6 @@ WRONG = (ChunkCorruptError, InvalidFrameError, ModelError)
 """What proves that a chunk is wrong, for the server to drop it."""
 Room: TypeAlias = Callable[[int, KVLayout], Any]
 """Returns where the tensors of chunk number so and so go, as AnyTensors of that layout."""
-RAW = RawCodec()
 T = TypeVar("T")
 
 

@@ -24,7 +24,6 @@ from kvstore.codecs.frame_kernels import open_kernels
 from kvstore.codecs.kvq import KvqCodec
 from kvstore.codecs.kvq_kernels import KvqKernels, open_kvq_kernels
 from kvstore.codecs.paged import (
-    RAW,
     SKIPPED_BLOCK,
     DeviceTables,
     FrameAt,
@@ -33,6 +32,7 @@ from kvstore.codecs.paged import (
     Sums,
     check_sums,
 )
+from kvstore.codecs.raw import RAW
 from kvstore.codecs.transcode import max_transcoded_bytes, transcode
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Device, Event, tensor_over

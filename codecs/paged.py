@@ -19,13 +19,11 @@ from typing_extensions import override
 
 from kvstore.codecs.base import Codec
 from kvstore.codecs.block_part import check_block_ids
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.raw import RAW
 from kvstore.proto.buffers import as_bytes, checksum
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError, LayoutMismatchError
 from kvstore.proto.frame import FrameHeader, check_segment
 from kvstore.proto.types import ChunkShard, Component, DType, Extent, KVLayout, LayerKind
-
-RAW = RawCodec()
 
 SKIPPED_BLOCK = -1
 """In a block table: no block."""

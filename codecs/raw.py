@@ -332,10 +332,9 @@ def raw_pieces(layout: KVLayout, *layers: int) -> RawPieces | None:
             return None
         for segment in range(first, first + count):
             segments.append(segment)
-            rows += [
-                (0, starts[segment] + part * size, units, (part == last) * component.layer_bytes, 0)
-                for part in range(component.parts)
-            ]
+            start = starts[segment]
+            rows += [(0, start + part * size, units, 0, 0) for part in range(last)]
+            rows.append((0, start + last * size, units, component.layer_bytes, 0))
         first += component.layers
     table = np.array(rows, np.uint64).reshape(-1, 5)
     is_past = int(table[:, UNITS].sum()) * LOOP_UNIT_BYTES >= LOOP_FROM_BYTES

@@ -17,7 +17,7 @@ from xxhash import xxh3_64
 
 from kvstore.codecs.base import AnyPart, AnyTensors, Part, check_tensors, codec_by_id, each_wanted
 from kvstore.codecs.block_part import BlockPart
-from kvstore.codecs.raw import RawCodec, part_views
+from kvstore.codecs.raw import RAW, part_views
 from kvstore.proto.buffers import Bytes, Sliced, as_bytes, checksum, copy_bytes
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError
 from kvstore.proto.frame import (
@@ -44,7 +44,7 @@ def kept_rows(header: FrameHeader, skipped: SkippedRows | None, chunk: int) -> R
 
     Whole ones are all but raw ones: only there is a row so many bytes of the layer.
     """
-    if skipped is None or header.codec_id != RawCodec.codec_id or header.levels:
+    if skipped is None or header.codec_id != RAW.codec_id or header.levels:
         return None
     if header.shard is not None or any(c.kind not in _ROWED for c in header.layout.components):
         return None
@@ -119,9 +119,6 @@ def _sum(header: FrameHeader, index: int, rows: Bytes, kept: Rows) -> bytes:
     return state.intdigest().to_bytes(SUM_BYTES, "little")
 
 
-_RAW = RawCodec()
-
-
 @lru_cache(maxsize=64)
 def shard_frame_bytes(shard: ChunkShard) -> int:
     """Size of the raw frame of *shard*."""
@@ -142,7 +139,7 @@ def encode_shard(
     LayoutMismatchError, InvalidFrameError when *out* is too short.
     """
     shift = _longer_header(shard)
-    plain = _RAW.encode(replace(template, layout=shard.layout), tensors, out[shift:])
+    plain = RAW.encode(replace(template, layout=shard.layout), tensors, out[shift:])
     segments = _named(plain, empty_rows(shard.layout, 0, shard))
     segments["offset"] += np.uint64(shift)
     header = replace(plain, shard=shard, segments=segments, frame_bytes=plain.frame_bytes + shift)

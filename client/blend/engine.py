@@ -334,7 +334,7 @@ def _computed_anyway(plan: BlendPlan) -> set[int]:
     """Return the segments that are not to be loaded, by their indices.
 
     Those ``approx`` ones all of whose rows are to be computed; and the ``exact`` ones too when
-    that is all of them: whoever wants every row computed wants the full prefill, and behind a
+    that is all of them: to have every row computed, run the full prefill, and behind a
     loaded prefix rows are summed in another order (2e-5 of a logit in float32).
     """
     shares = plan.shares()

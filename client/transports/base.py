@@ -16,7 +16,7 @@ from kvstore.client.session import Session, is_silent
 from kvstore.client.transports.unix_rpc import UnixRpc
 from kvstore.client.view import View
 from kvstore.codecs.base import AnyTensors
-from kvstore.codecs.raw import RawCodec
+from kvstore.codecs.raw import RAW
 from kvstore.codecs.slices import encode_shard, shard_frame_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes
@@ -34,9 +34,6 @@ class Put:
 
     outcome: PutOutcome
     reason: str = ""
-
-
-RAW = RawCodec()
 
 
 @dataclass(frozen=True, slots=True)

@@ -221,7 +221,7 @@ class FrameStream:
         return True
 
     def wake(self, error: KVStoreError) -> None:
-        """Have whoever waits on this stream get *error*. For any thread."""
+        """Give the call that waits on this stream *error*. For any thread."""
         self._woken_by = error
         self._wire.hang_up()
 

@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from kvstore.codecs.base import Part
-from kvstore.codecs.raw import RawCodec, raw_header
+from kvstore.codecs.raw import RAW, raw_header
 from kvstore.codecs.slices import decode_shard
 from kvstore.proto.buffers import Bytes, as_bytes, checksum, copy_bytes
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
@@ -43,7 +43,6 @@ UNFINISHED_S = 30.0
 """What the parts of a chunk may be apart; then what has come of it is dropped."""
 
 _FREE, _CLAIMED, _COVERED = range(3)
-_RAW = RawCodec()
 
 Claim: TypeAlias = "list[NDArray[np.bool_]]"
 """Which tiles a writer fills: for each extent of its shard, (layers, heads)."""
@@ -101,7 +100,7 @@ class PartialChunk:
         self._first: FrameHeader | None = None
         self._prefill_flops = 0.0
         blank = raw_header(FrameTemplate(info.key, info.parent, b"", b"", info.layout))
-        self._tensors = _RAW.views(blank, room)
+        self._tensors = RAW.views(blank, room)
         self._tiles = [np.full((c.layers, c.kv_heads), _FREE) for c in info.layout.components]
         end = blank.header_bytes
         for row in blank.segments:  # what no segment covers, and no checksum

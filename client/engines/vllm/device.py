@@ -30,7 +30,7 @@ from kvstore.client.engines.vllm.messages import BlockTables
 from kvstore.client.transports.base import Put
 from kvstore.codecs.base import AnyTensors, ChunkTensors
 from kvstore.codecs.paged import SKIPPED_BLOCK, FrameAt, Paged, Pages
-from kvstore.codecs.raw import RawCodec, raw_header
+from kvstore.codecs.raw import RAW, raw_header
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Device, Event, open_device, tensor_over
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, TierUnavailableError
@@ -44,7 +44,6 @@ LOAD_SLOTS = 4
 LEAST_SLOTS = 2
 """Chunks of a step that there must be room for."""
 _ALIGN_BYTES = 256
-_RAW = RawCodec()
 _THERE = (PutOutcome.stored, PutOutcome.exists)
 
 logger = structlog.get_logger(__name__)
@@ -126,7 +125,7 @@ class _Slot:
     def tensors(self, header: FrameHeader) -> ChunkTensors:
         """Return the tensors of a chunk, as its raw frame of such a *header* has them."""
         if header.layout not in self._views:
-            self._views[header.layout] = _RAW.views(header, self._memory)
+            self._views[header.layout] = RAW.views(header, self._memory)
         return self._views[header.layout]
 
 
