@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from helpers.prompts import MEDIUM, SMALL, assert_reads, frame_of, store
 from helpers.stream_messages import (
     SOON_S,
     StreamCaller,
-    attach,
     cancel,
     done,
     failed,
@@ -280,19 +278,6 @@ def test_a_reader_that_takes_nothing_loses_its_stream_with_its_lease_by_its_dead
         assert server.settled().leases == 0
 
 
-def test_a_reader_that_takes_nothing_for_long_loses_its_stream_before_its_deadline(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bulk, "SILENCE_S", 0.5)
-    flags = ("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--limits", "session_ttl_ms=600000")
-    server = make_server(*flags)
-    terms, digests = wide_of(server)
-    with closing(StreamCaller(terms)) as mute:
-        stall(mute, server, get_of(terms, digests, deadline_ms=600_000))
-        assert eventually(lambda: not streams_of(server)._streams)
-    assert server.settled().leases == 0
-
-
 def test_the_server_s_own_words_and_lengths_over_the_limit_are_hung_up_on(terms: Terms) -> None:
     for word in (ready(1), done(1, 1), failed(1, "", "")):
         with closing(StreamCaller(terms)) as reader:
@@ -309,16 +294,6 @@ def test_the_server_s_own_words_and_lengths_over_the_limit_are_hung_up_on(terms:
             assert reader.is_hung_up_on()  # before anything more comes
 
 
-def test_a_first_message_with_a_payload_is_refused(terms: Terms) -> None:
-    header = attach(terms.session_id, terms.attach_token).SerializeToString()
-    host, _, port = terms.bulk_address.rpartition(":")
-    with socket.create_connection((host.removeprefix("tcp://"), int(port))) as link:
-        link.settimeout(SOON_S)
-        link.sendall(bulk.LENGTHS.pack(bulk.MAGIC, len(header), 8) + header + bytes(8))
-        with suppress(ConnectionResetError):
-            assert not link.recv(1)
-
-
 def test_beyond_the_loopback_bytes_are_encrypted(make_server: ServerMaker) -> None:
     server = make_server("--bulk", "0.0.0.0:0")
     options = ClientOptions("tcp", chunk_tokens=512, deadline_ms=DEADLINE_MS)
@@ -327,21 +302,6 @@ def test_beyond_the_loopback_bytes_are_encrypted(make_server: ServerMaker) -> No
     assert terms.bulk_address.startswith("tcp://*:")
     assert terms.bulk_certificate
     assert_reads(client, store(client, 1, 3))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_death_of_the_thread_that_waits_fails_health(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plane = streams_of(server)
-    assert server.node.is_alive()
-
-    def die(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(plane, "_sweep", die)
-    assert eventually(lambda: not plane.is_alive())
-    assert not server.node.is_alive()
 
 
 def test_a_server_with_few_descriptors_has_few_streams(

@@ -12,6 +12,7 @@ from typing import Any, cast
 
 import numpy as np
 import pytest
+from helpers.fake_peer import other
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, assert_reads, keys_of, store
 from helpers.stream_messages import attach, get
@@ -159,14 +160,7 @@ def test_what_the_peer_has_lost_meanwhile_ends_the_prefix(pair: Pair) -> None:
     assert reads_of(pair.reader).numbers() == [1], "it did as it was asked"
 
 
-def test_what_the_peer_has_lost_and_the_own_server_has_comes_from_there(
-    make_server: ServerMaker,
-) -> None:
-    first = make_server("--tiers", "cpu", "--socket", "off", "--bulk", "127.0.0.1:0")
-    second = make_server("--peers", first.address, "--limits", "peer_timeout_ms=20000")
-    assert eventually(lambda: any(peer.is_up for peer in tier_of(second).peers.known()))
-    pair = Pair(first, second, client_of(first, "grpc"), client_of(second))
-    pair.acquaint()
+def test_what_the_peer_has_lost_and_the_own_server_has_comes_from_there(pair: Pair) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
     store(pair.reader, 1, CHUNKS)
@@ -331,14 +325,6 @@ def test_a_guest_reads_its_namespace_and_no_other(pair: Pair) -> None:
         assert frames_of(stream, lent, keys) == frames, "a refusal ends no connection"
 
 
-def changed(guest: pb.StreamAttach, **fields: Any) -> pb.StreamAttach:
-    found = pb.StreamAttach(**fields)
-    for field, value in guest.ListFields():
-        if field.name not in fields:
-            setattr(found, field.name, value)
-    return found
-
-
 def test_who_forges_leave_or_stretches_it_is_not_let_in(pair: Pair) -> None:
     space = pair.reader.namespace
     lent = lent_to(pair, space)
@@ -351,10 +337,10 @@ def test_who_forges_leave_or_stretches_it_is_not_let_in(pair: Pair) -> None:
         token=guest_token(own.attach_token, own.session_id, space, 100),
     )
     forged = (
-        changed(guest, token=bytes(16)),
-        changed(guest, until_s=guest.until_s + 1),
-        changed(guest, key_namespace=bytes(16)),
-        changed(guest, key_namespace=space + b"x"),
+        other(guest, token=bytes(16)),
+        other(guest, until_s=guest.until_s + 1),
+        other(guest, key_namespace=bytes(16)),
+        other(guest, key_namespace=space + b"x"),
         attach(guest.session_id, guest.token).attach,
         of_client,
     )
@@ -362,7 +348,7 @@ def test_who_forges_leave_or_stretches_it_is_not_let_in(pair: Pair) -> None:
         with pytest.raises(UnauthenticatedError):
             enter(lent, one)
     with pytest.raises(KVStoreError):
-        enter(lent, changed(guest, session_id=guest.session_id ^ 1))
+        enter(lent, other(guest, session_id=guest.session_id ^ 1))
     enter(lent).close()
 
 
@@ -386,9 +372,9 @@ def test_guests_of_one_server_are_bounded_and_leave_it_its_own_streams(
         with pytest.raises(QuotaExceededError, match="streams_per_session"):
             enter(lent)
         keys = store(pair.writer, 1, CHUNKS)
-        other = client_of(pair.second)
+        another = client_of(pair.second)
         pair.find(keys)
-        assert_reads(other, keys)
+        assert_reads(another, keys)
         assert pair.loaded() == CHUNKS
 
 
