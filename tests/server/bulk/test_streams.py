@@ -36,7 +36,6 @@ from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import ChainDigest, ChunkKey, Namespace, PutOutcome
 from kvstore.server.bulk import service, tcp_server, tcp_transfers
 from kvstore.server.bulk.service import YIELD_WITHIN_S
-from kvstore.server.bulk.tcp_server import BulkServer
 from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES
 
 
@@ -119,12 +118,6 @@ def wide(server: LocalServer) -> tuple[Terms, bytes]:
     return wide_of(server)
 
 
-def streams_of(server: LocalServer) -> BulkServer:
-    streams = server.node.bulk
-    assert streams is not None
-    return streams
-
-
 def wide_of(server: LocalServer) -> tuple[Terms, bytes]:
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     client = server.connect("grpc", MEDIUM, options)
@@ -169,7 +162,7 @@ def test_who_says_anything_else_while_frames_come_is_hung_up_on(
 
 def stall(reader: StreamCaller, server: LocalServer, ask: pb.StreamMessage) -> None:
     """Have *reader* begin a get, and wait until that holds a lease more and no thread."""
-    streams, leases = streams_of(server), server.usage().leases
+    streams, leases = server.streams, server.usage().leases
     reader.say(ask)
     assert eventually(lambda: server.usage().leases == leases + 1)
     assert eventually(lambda: streams._clients_served == 0)
@@ -196,7 +189,7 @@ def test_beside_64_readers_that_take_nothing_others_are_served_until_those_lose_
     monkeypatch.setattr(StreamTransport, "put", None)
     ours = [terms, *(open_session(server.dial(), MEDIUM) for _ in range(3))]
     other = server.connect("tcp")
-    streams = streams_of(server)
+    streams = server.streams
     with ExitStack() as stack:
         readers = []
         for reads in ours * 16:
@@ -227,7 +220,7 @@ def test_a_get_goes_on_and_another_ends_while_all_threads_of_clients_are_busy(
     monkeypatch.setattr(bulk, "SILENCE_S", 60.0)
     server = make_server("--bulk", "127.0.0.1:0", "--workers", "1", "--cpu", "64MiB")
     terms, digests = wide_of(server)
-    streams = streams_of(server)
+    streams = server.streams
     go_on = threading.Event()
     with ExitStack() as stack:
         slow, late, busy = (stack.enter_context(closing(StreamCaller(terms))) for _ in range(3))
@@ -254,7 +247,7 @@ def test_of_too_many_readers_that_take_nothing_the_last_loses_its_stream(
 ) -> None:
     monkeypatch.setattr(tcp_server, "MAX_WAITING_GETS", 2)
     terms, digests = wide
-    streams = streams_of(server)
+    streams = server.streams
     with ExitStack() as stack:
         for count in (1, 2, 2):
             reader = stack.enter_context(closing(StreamCaller(terms)))
@@ -270,7 +263,7 @@ def test_a_reader_that_takes_nothing_loses_its_stream_with_its_lease_by_its_dead
     server: LocalServer, wide: tuple[Terms, bytes]
 ) -> None:
     terms, digests = wide
-    streams = streams_of(server)._streams
+    streams = server.streams._streams
     with closing(StreamCaller(terms)) as mute:
         mute.say(get_of(terms, digests, deadline_ms=500))
         assert eventually(lambda: server.usage().leases == 1)
@@ -437,9 +430,7 @@ def test_a_writer_that_dies_leaves_nothing(
     assert eventually(lambda: server.usage().open_puts + server.usage().pending_puts > 0)
     caller.close()
     assert leaves(server, 0)
-    streams = server.node.bulk
-    assert streams is not None
-    assert eventually(lambda: not streams._streams)
+    assert eventually(lambda: not server.streams._streams)
 
 
 def test_a_writer_that_falls_silent_is_hung_up_on(

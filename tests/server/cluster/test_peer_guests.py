@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
@@ -37,8 +37,6 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import check_frame
 from kvstore.proto.types import ChunkKey, Namespace
 from kvstore.server.bulk import tcp_server
-from kvstore.server.bulk.peer_server import PeerServer
-from kvstore.server.cluster.peer_tier import PeerTier
 from kvstore.server.cluster.peers import MAX_FAULTS
 
 BOTH_WAYS = pytest.mark.parametrize("pair", ["plain", "tls"], indirect=True)
@@ -51,18 +49,6 @@ SOON_S = 20.0
 def client_of(server: LocalServer, transport: TransportName = "shm") -> Client:
     options = ClientOptions(transport, chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS)
     return server.connect(transport, MEDIUM, options)
-
-
-def tier_of(server: LocalServer) -> PeerTier:
-    slot = server.node.store.tiers.remote
-    assert slot is not None
-    return cast("PeerTier", slot.tier)
-
-
-def peer_server_of(server: LocalServer) -> PeerServer:
-    streams = server.node.bulk
-    assert streams is not None
-    return streams.service.peer_server
 
 
 def reads_of(client: Client) -> PeerReads:
@@ -111,7 +97,7 @@ def pair(make_server: ServerMaker, request: pytest.FixtureRequest) -> Pair:
     channel = ("--bulk", "127.0.0.1:0") if not is_encrypted else ("--bulk", "0.0.0.0:0")
     first = make_server(*own, "--socket", "off", *channel, "--insecure")
     second = make_server(*own, "--peers", first.address)
-    assert eventually(lambda: any(peer.is_up for peer in tier_of(second).peers.known()))
+    assert eventually(lambda: any(peer.is_up for peer in second.peer_tier.peers.known()))
     pair = Pair(first, second, client_of(first, "grpc"), client_of(second))
     pair.acquaint()
     return pair
@@ -176,7 +162,7 @@ def test_wrong_bytes_of_a_peer_are_a_miss_and_count_against_it(pair: Pair) -> No
     frame.setflags(write=True)
     frame[-100] ^= 1
     assert len(pair.reader.get_chunks(keys)) == 1
-    (peer,) = tier_of(pair.second).peers.known()
+    (peer,) = pair.second.peer_tier.peers.known()
     assert eventually(lambda: peer._faults == 1)
     del frame
     assert_reads(pair.reader, keys[:1])  # a second time: it is there when the peer is barred
@@ -197,7 +183,7 @@ def test_a_peer_that_hangs_is_left_alone_and_its_chunks_come_by_way_of_the_own_s
     for stream in streams.idle:
         stream._silence_s = SILENCE_S
     resumed = threading.Event()
-    peer_server = peer_server_of(pair.first)
+    peer_server = pair.first.streams.service.peer_server
     parts = peer_server.parts
 
     def hang_once(*_: object) -> None:
@@ -224,7 +210,7 @@ def test_a_peer_that_hangs_up_in_the_midst_costs_nothing(
 ) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
-    peer_server = peer_server_of(pair.first)
+    peer_server = pair.first.streams.service.peer_server
     parts = peer_server.parts
 
     def two(*terms: object) -> Iterator[object]:
@@ -254,7 +240,7 @@ def test_who_asks_for_a_server_that_is_not_known_or_is_down_hears_why(pair: Pair
     ask = pb.LendPeerRequest(session_id=session.terms.session_id, number=7)
     with pytest.raises(InvalidRequestError, match="number"):
         session.connection.call("LendPeer", ask, DEADLINE_MS, pb.LendPeerResponse)
-    (peer,) = tier_of(pair.second).peers.known()
+    (peer,) = pair.second.peer_tier.peers.known()
     peer.breaker.fail("a test")
     peer.breaker.fail("a test")
     peer.breaker.fail("a test")
@@ -279,7 +265,7 @@ def test_who_is_not_to_read_from_peers_does_not(pair: Pair) -> None:
 
 
 def lent_to(pair: Pair, space: Namespace) -> Entrance:
-    (peer,) = tier_of(pair.second).peers.known()
+    (peer,) = pair.second.peer_tier.peers.known()
     lent = peer.grant_direct_reads(space)
     assert lent is not None
     guest = pb.StreamAttach(
