@@ -122,15 +122,15 @@ def steps_of(
 
 
 def errors_of(
-    x: Floats, means: NDArray[np.float16], steps: Floats, quotients: Floats, largest: float = 1.0
+    x: Floats, means: NDArray[np.float16], steps: Floats, quotients: Floats
 ) -> Floats | None:
     """Return the largest error of each tile of *x*, f32 (n,), if it is *quotients* times the step.
 
-    None when one is off by more than half of *largest* steps.
+    None when one is off by more than half a step.
     """
     restored = quotients * steps[:, None, None] + means.astype(np.float32)[:, None]
     found: Floats = np.abs(x - restored).max((1, 2))
-    return found if (found <= steps * (np.float32(largest) * TOLERANCE)).all() else None
+    return found if (found <= steps * TOLERANCE).all() else None
 
 
 def as_tiles(x: Floats) -> Floats:

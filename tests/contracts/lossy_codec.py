@@ -7,6 +7,7 @@ in its header is held against the numbers that come out of it.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 from typing import ClassVar
 
@@ -84,6 +85,13 @@ def constant(shape: tuple[int, ...], rng: np.random.Generator) -> Part:
 NUMBERS: list[Numbers] = [centred, outliers, tiny, large, constant]
 
 
+def bits_of(values: np.ndarray, dtype: DType) -> Part:
+    """Return *values* as numbers of *dtype*, rounded."""
+    bits = np.empty(values.shape, f"<u{dtype.item_bytes}")
+    from_float32(np.array(values, np.float32, order="C"), dtype, bits)
+    return bits
+
+
 def numbers(layout: KVLayout, fill: Numbers = centred, seed: int = 0) -> Tensors:
     """Return tensors of *layout* whose floats are *fill*; other types get any bits."""
     rng = np.random.default_rng(seed)
@@ -91,9 +99,7 @@ def numbers(layout: KVLayout, fill: Numbers = centred, seed: int = 0) -> Tensors
     def part(component: Component) -> Part:
         if component.dtype not in FLOAT_TYPES:
             return random_bits(component.shape, component.dtype.item_bytes, rng)
-        bits = np.empty(component.shape, f"u{component.dtype.item_bytes}")
-        from_float32(fill(component.shape, rng).astype(np.float32), component.dtype, bits)
-        return bits
+        return bits_of(fill(component.shape, rng), component.dtype)
 
     return [[[part(c) for _ in range(c.parts)] for _ in range(c.layers)] for c in layout.components]
 
@@ -144,8 +150,8 @@ class LossyCodecContract(AnyCodecContract):
     codec: ClassVar[LossyCodec]
     small = SMALL
     dtypes = FLOATS
-    hostile_cases: ClassVar[int] = HOSTILE_CASES
-    """Changed bodies an example; fewer for what is slow."""
+    is_always_finite: ClassVar[bool] = False
+    """Whether no stored bytes are read as NaN or infinity."""
 
     def asset_of(self, layout: KVLayout) -> bytes:
         """Return the digest of the asset that chunks of *layout* are encoded by."""
@@ -227,7 +233,7 @@ class LossyCodecContract(AnyCodecContract):
         component = SMALL.components[0]
         out = [[np.zeros(component.shape, np.uint16) for _ in range(2)] for _ in range(2)]
         rng = np.random.default_rng(data.draw(st.integers(0, 1 << 32)))
-        for _ in range(self.hostile_cases):
+        for _ in range(HOSTILE_CASES):
             body = bytearray(self._body())
             for _ in range(rng.integers(1, 4)):
                 at = rng.integers(0, len(body) if rng.random() < 0.5 else min(64, len(body)))
@@ -254,6 +260,22 @@ class LossyCodecContract(AnyCodecContract):
             self.codec.decode_segment(np.frombuffer(body, np.uint8), component, out)
         except (InvalidFrameError, UnknownCodecError):
             return
+        if self.is_always_finite:
+            assert all(np.isfinite(to_float32(part, component.dtype)).all() for part in out)
+
+    def test_coded_states_and_codes_are_refused(self) -> None:
+        state = Component(LayerKind.state, DType.float32, 1, 1, 700, 1)
+        codes = [replace(SMALL.components[0], dtype=each) for each in set(DType) - FLOAT_TYPES]
+        for component in (state, *codes):
+            layout = KVLayout((replace(component, layers=1),))
+            tensors = filled(layout)
+            frame = encoded(self.codec, tensors, layout)
+            header = check_frame(frame)
+            data = header.segment(frame, 0).copy()
+            assert header.accuracy is Accuracy.exact
+            data[0] = 1
+            with pytest.raises(InvalidFrameError, match="method"):
+                self.codec.decode_segment(data, component, tensors[0][0])
 
     def test_a_body_of_rubbish_in_a_right_frame_is_refused(self) -> None:
         for body in (b"", b"\xff" * 99, bytes(99)):
