@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ServerMaker
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, chunks_of, equal, keys_of, outcomes, parts_of, steady_tensors
 
@@ -38,7 +39,6 @@ from kvstore.proto.types import (
     Stated,
 )
 
-ServerMaker = Callable[..., LocalServer]
 CHUNKS = 4
 TOKENS = 64
 TOP = 2

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ServerMaker
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import SMALL, chunks_of, keys_of, store, tokens
 
@@ -204,9 +205,7 @@ def test_a_lookup_that_fails_ends_its_leases_within_its_own_time(
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_where_a_bulk_server_is_full_a_call_goes_through_grpc_or_leaves_no_session(
-    make_server: Callable[..., LocalServer],
-    monkeypatch: pytest.MonkeyPatch,
-    transport: TransportName,
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, transport: TransportName
 ) -> None:
     server = make_server("--bulk", "127.0.0.1:0")
     monkeypatch.setattr(tcp_server, "MAX_CLIENT_STREAMS", 0)

@@ -26,15 +26,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from kvstore.client.blend import engine as engine_module
 from kvstore.client.blend.engine import MAX_SINKS, Blender, MemorySource
-from kvstore.client.blend.layer_pass import (
-    LayerKV,
-    RopeSpec,
-    place_segments,
-    reads,
-    rerotate,
-)
+from kvstore.client.blend.layer_pass import LayerKV, RopeSpec, place_segments, reads, rerotate
 from kvstore.client.blend.plan import BlendPlan, Origin, Segment
 from kvstore.client.blend.selectors import SELECTORS, computed_rows, sink_rows
 from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
@@ -215,9 +208,6 @@ def test_attention_by_blocks_is_attention_by_one_mask(name: str, head: int) -> N
     assert distance(adapter.attention_mass(0, query, rows, kv), weights.sum(0).mean(0)) < 1e-12
 
 
-# --- negative controls
-
-
 # --- prompts without a prefix, whose first tokens are attention sinks
 
 
@@ -269,12 +259,6 @@ def test_a_chunk_that_began_its_prompt_has_its_own_sinks_computed(
             found = Blender(adapter_of(world), sinks=2).blend(tried, source)
             own = [row for row in found.report.selected.tolist() if row >= second.start]
             assert own == list(range(second.start, second.start + wanted))
-
-
-def test_another_number_of_sinks_is_refused_by_name(world: World) -> None:
-    for sinks in (-1, MAX_SINKS + 1):
-        with pytest.raises(InvalidRequestError, match="sinks"):
-            Blender(adapter_of(world), sinks=sinks)
 
 
 # --- what is refused, and what fails
@@ -339,23 +323,6 @@ def test_a_source_that_fails_on_the_way_costs_time_and_nothing_else(
     assert found.report.failure
     assert not found.is_blended
     assert found.report.selected.numel() == 0
-    assert distance(found.logits, world.full_logits()) < 1e-12
-
-
-def test_a_layer_that_does_not_come_is_not_waited_for(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Stuck(MemorySource):
-        def layer(self, i: int) -> Mapping[int, LayerKV]:
-            if i == 1:
-                released.wait(60)
-            return super().layer(i)
-
-    released = threading.Event()
-    monkeypatch.setattr(engine_module, "LAYER_WAIT_S", 0.2)
-    found = world.blender.blend(world.plan(0.2), Stuck(world.stored))
-    released.set()
-    assert "DeadlineError" in found.report.failure
     assert distance(found.logits, world.full_logits()) < 1e-12
 
 
@@ -504,7 +471,7 @@ def test_generating_from_a_blend_is_generating_without_one_where_all_rows_are_co
         assert (found == generated(single, None)) == is_same
 
 
-def test_a_model_that_cannot_be_blended_is_refused_by_name() -> None:
+def test_a_model_and_a_number_of_sinks_that_cannot_be_are_refused_by_name(world: World) -> None:
     other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=16))
     with pytest.raises(ModelError, match="GPT2LMHeadModel"):
         TransformersAdapter(other)
@@ -516,6 +483,9 @@ def test_a_model_that_cannot_be_blended_is_refused_by_name() -> None:
     rounded: Any = make_model(dtype=torch.float32)
     with pytest.raises(ModelError, match="do not cast it"):
         TransformersAdapter(rounded.to(torch.bfloat16))
+    for sinks in (-1, MAX_SINKS + 1):
+        with pytest.raises(InvalidRequestError, match="sinks"):
+            Blender(adapter_of(world), sinks=sinks)
 
 
 # The same test for every device: nothing of the path is of one alone.

@@ -6,7 +6,7 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
@@ -20,6 +20,7 @@ from helpers.server_process import ServerProcess
 from typing_extensions import override
 
 from kvstore.client import Client, ClientOptions
+from kvstore.client.blend import engine as engine_module
 from kvstore.client.blend import gate as gate_module
 from kvstore.client.blend.cost import (
     FIRST_WAIT_S,
@@ -51,32 +52,32 @@ from kvstore.server.blending.gates import TRIALS
 
 TRIAL = SegmentQuery(is_trial=True)
 PATIENT_S = 0.3
+SUFFIX = 9
 DOCUMENT = random_tokens(1, 48)
-BEFORE = ([*random_tokens(2, 20), *DOCUMENT, *random_tokens(3, 9)], [SegmentRange(20, 68)])
-ASKED = ([*random_tokens(4, 36), *DOCUMENT, *random_tokens(5, 9)], [SegmentRange(36, 84)])
+BEFORE = ([*random_tokens(2, 20), *DOCUMENT, *random_tokens(3, SUFFIX)], [SegmentRange(20, 68)])
+ASKED = ([*random_tokens(4, 36), *DOCUMENT, *random_tokens(5, SUFFIX)], [SegmentRange(36, 84)])
 
 
-class Stalling(MemorySource):
-    """Stops in the middle of a prompt, until it is told to go on."""
+@pytest.mark.parametrize(
+    ("stalls", "patience_s"),
+    [((0,), PATIENT_S), ((3,), PATIENT_S), (range(LAYERS), PATIENT_S), ((1,), math.inf)],
+    ids=["the first layer", "one in the middle", "each a little", "one, with endless patience"],
+)
+def test_a_source_that_stalls_is_waited_for_in_bounds_and_the_prompt_computed(
+    monkeypatch: pytest.MonkeyPatch, stalls: Collection[int], patience_s: float
+) -> None:
+    class Stalling(MemorySource):
+        def layer(self, i: int) -> Mapping[int, LayerKV]:
+            if i in stalls:
+                go_on.wait(20 if len(stalls) == 1 else 0.4 * PATIENT_S)
+            return super().layer(i)
 
-    def __init__(self, stored: Mapping[int, Sequence[LayerKV]], at: int) -> None:
-        super().__init__(stored)
-        self._at = at
-        self.go_on = threading.Event()
-
-    def layer(self, i: int) -> Mapping[int, LayerKV]:
-        if i == self._at:
-            self.go_on.wait(20)
-        return super().layer(i)
-
-
-@pytest.mark.parametrize("at", [0, 3])
-def test_a_source_that_stalls_is_waited_for_in_bounds_and_the_prompt_computed(at: int) -> None:
-    world = make_world()
-    source = Stalling(world.stored, at)
+    world, go_on = make_world(), threading.Event()
+    if patience_s == math.inf:
+        monkeypatch.setattr(engine_module, "LAYER_WAIT_S", 0.2)
     plan = world.plan(0.2, selector="first_k")
-    found = world.blender.blend(plan, source, patience_s=PATIENT_S)
-    source.go_on.set()
+    found = world.blender.blend(plan, Stalling(world.stored), patience_s=patience_s)
+    go_on.set()
     assert found.report.failure.startswith("DeadlineError")
     assert not found.is_blended
     assert torch.equal(found.logits, world.blender.prefill(world.tokens).logits[-12:])
@@ -123,20 +124,6 @@ def test_a_source_that_is_closed_under_the_read_of_a_layer_ends_its_loads(
         with suppress(AttributeError):  # those were no layers
             source.layer(0)
         assert ended == [True]
-
-
-def test_all_waits_together_are_bounded() -> None:
-    """Each layer is in time, as layers go, but they are too many."""
-
-    class Slow(MemorySource):
-        def layer(self, i: int) -> Mapping[int, LayerKV]:
-            time.sleep(0.12)
-            return super().layer(i)
-
-    world = make_world()
-    plan = world.plan(0.2, selector="first_k")
-    found = world.blender.blend(plan, Slow(world.stored), patience_s=PATIENT_S)
-    assert found.report.failure.startswith("DeadlineError")
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc", "tcp"])
@@ -228,9 +215,6 @@ def test_a_store_that_became_slow_is_given_time_until_it_is_found_to_be_so() -> 
 
 
 by_each_transport = pytest.mark.parametrize("transport", ["shm", "grpc", "tcp"])
-SUFFIX = 9
-BEFORE = ([*random_tokens(2, 20), *DOCUMENT, *random_tokens(3, SUFFIX)], [SegmentRange(20, 68)])
-ASKED = ([*random_tokens(4, 36), *DOCUMENT, *random_tokens(5, SUFFIX)], [SegmentRange(36, 84)])
 OTHER_ROPE: dict[str, Any] = {"rope": RopeParameters(5e5, 16)}
 OTHER_ADAPTER: dict[str, Any] = {"adapter_digest": "blake3:of a LoRA"}
 
