@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -36,7 +35,6 @@ from kvstore.client import (
     ClientOptions,
     PlannedChunk,
     Shard,
-    chunk_reads,
 )
 from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.options import TransportName
@@ -361,22 +359,3 @@ def test_heartbeats_keep_an_idle_session_alive(make_server: ServerMaker) -> None
         heard_at = session.heard_at
         assert eventually(lambda before=heard_at: session.heard_at > before)  # type: ignore[misc]
     assert list(server.node.sessions.by_id.values()) == [session]
-
-
-def test_a_second_attempt_at_layers_has_what_is_left_of_the_timeout(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = server.connect("grpc")
-    keys = store(client, 1, 4)
-    read, deadlines_ms = chunk_reads.read_layers, list[int]()
-
-    def lost_once(link: Any, transport: Any, request: chunk_reads.ChunkRequest) -> Any:
-        deadlines_ms.append(request.deadline_ms)
-        if len(deadlines_ms) == 1:
-            time.sleep(0.3)
-            raise LeaseExpiredError("dropped meanwhile")
-        return read(link, transport, request)
-
-    monkeypatch.setattr(chunk_reads, "read_layers", lost_once)
-    assert len(list(client.get_chunk_layers(keys))) == 2
-    assert deadlines_ms[1] <= deadlines_ms[0] - 300

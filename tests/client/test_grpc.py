@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -11,10 +12,9 @@ from typing import Any
 import grpc
 import pytest
 from conftest import ServerMaker
-from contracts.parallel import Connect
 from contracts.transport import TransportContract
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
-from helpers.prompts import MEDIUM, SMALL, assert_reads, store
+from helpers.prompts import SMALL
 from simulation.clock import FakeClock
 
 from kvstore.client import ClientOptions
@@ -36,10 +36,6 @@ from kvstore.proto.errors import (
 class TestStreamTransport(TransportContract):
     transport = StreamTransport
 
-    def test_frames_of_several_messages_come_back(self, connect: Connect) -> None:
-        client = connect(MEDIUM, self.options(chunk_tokens=300))
-        assert_reads(client, store(client, 1, 3))
-
 
 CALLS: dict[str, Callable[[Connection], object]] = {
     "call": lambda connection: connection.call("Status", pb.StatusRequest(), 1000, object),
@@ -48,7 +44,7 @@ CALLS: dict[str, Callable[[Connection], object]] = {
 }
 
 
-def test_closed_connection_says_so(server: LocalServer) -> None:
+def test_a_connection_that_is_closed_or_reaches_no_server_says_so(server: LocalServer) -> None:
     connection = server.dial()
     connection.call("Status", pb.StatusRequest(), DEADLINE_MS, object)
     connection.close()
@@ -56,14 +52,11 @@ def test_closed_connection_says_so(server: LocalServer) -> None:
     for call in CALLS.values():
         with pytest.raises(KVStoreError, match="the client is closed"):
             call(connection)
-
-
-def test_no_server_is_a_tier_that_is_unavailable(no_leaks: None) -> None:
-    for call in CALLS.values():
-        connection = Connection("127.0.0.1:9", retry_after_ms=1)
-        with pytest.raises(TierUnavailableError, match="tier 'server'"):
-            call(connection)
-        connection.close()
+        with (
+            closing(Connection("127.0.0.1:9", retry_after_ms=1)) as nowhere,
+            pytest.raises(TierUnavailableError, match="tier 'server'"),
+        ):
+            call(nowhere)
 
 
 def failure(code: grpc.StatusCode, details: str | None, metadata: Any) -> Any:

@@ -6,7 +6,7 @@ import mmap
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -27,6 +27,7 @@ from helpers.prompts import (
     outcomes,
     store,
 )
+from helpers.socket_peer import Listener
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.frames import FileFrame
@@ -190,32 +191,20 @@ def test_auto_takes_grpc_when_the_server_refuses_the_staging_memory(server: Loca
 # --- servers that lie or are silent on the socket
 
 
-@contextmanager
-def answering(path: Path, token: bytes, *answers: bytes | None) -> Iterator[None]:
+def answering(path: Path, token: bytes, *answers: bytes | None) -> closing[Listener]:
     """A server's end of the socket that gives these answers and then no more; None: a greeting."""
-    done = threading.Event()
 
-    def serve() -> None:
-        peer, _ = listener.accept()
-        with peer:
-            for answer in answers:
-                message = peer.recv(64)
-                if answer is None:
-                    hello = unix_socket.Request.unpack(message)
-                    nonces = (hello.token, bytes(16))
-                    proven = unix_socket.proof(token, unix_socket.Op.hello, hello.arg, nonces)
-                    answer = unix_socket.pack_greeting(nonces[1], proven)
-                peer.send(answer)
-            done.wait(30)
+    def serve(peer: socket.socket) -> None:
+        for answer in answers:
+            message = peer.recv(64)
+            if answer is None:
+                hello = unix_socket.Request.unpack(message)
+                nonces = (hello.token, bytes(16))
+                proven = unix_socket.proof(token, unix_socket.Op.hello, hello.arg, nonces)
+                answer = unix_socket.pack_greeting(nonces[1], proven)
+            peer.send(answer)
 
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield
-        done.set()
-        thread.join()
+    return closing(Listener(path, serve))
 
 
 @pytest.fixture

@@ -107,19 +107,6 @@ class LayersContract:
         assert client.get(keys=keys, out=room[range(6)]).chunks == 1
         assert client.lookup(keys=keys).ready == 1
 
-    def test_pages_that_do_not_fit_are_refused_by_name(self, client: Client) -> None:
-        keys = store(client, 1, 2)
-        draw = np.random.default_rng(1)
-        pages = engine_pages(client.model, "block kv token head dim", 4, 8, draw)
-        with pytest.raises(InvalidRequestError, match=r"block_ids=\(0, 4\): the pages have 4"):
-            client.get(keys=keys, out=pages[[0, 1, 2, 4]])
-        with pytest.raises(InvalidRequestError, match="block_ids=4: name each block once"):
-            client.get(keys=keys, out=pages[[0, 1, 2, 0]])
-        with pytest.raises(InvalidRequestError, match="tokens 16 to 32 do not fit that many"):
-            client.get(keys=keys, out=pages[[0, 1, 2]])
-        with pytest.raises(LayoutMismatchError, match="kv=16: give room for 32 tokens"):
-            client.put(tokens(1, 32), pages[[0, 1]])
-
     # --- layers out
 
     @pytest.mark.parametrize("representation", [SMALL, TWO_GROUPS], ids=["one kind", "two kinds"])

@@ -31,11 +31,10 @@ from helpers.prompts import (
     parts_of,
     store,
     tensors_of,
-    tokens,
 )
 
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.chunk import parents, to_torch
+from kvstore.client.chunk import to_torch
 from kvstore.client.options import TransportName
 from kvstore.client.session import Session
 from kvstore.client.transports.base import ReadPlan, Transport
@@ -121,26 +120,16 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         for got, want in zip(parts_of(room), parts_of(given), strict=True):  # type: ignore[arg-type]
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))  # type: ignore[call-overload]
 
-    def test_short_last_chunk_comes_back_at_its_own_length(self, connect: Connect) -> None:
-        client = connect(options=self.options(chunk_tokens=64))
-        keys = client.keys(tokens(1, 64 + 17))
-        sizes = (64, 17)
-        chunks = [
-            Chunk(key, tensors_of(key, SMALL, size), parent=parent)
-            for key, size, parent in zip(keys, sizes, parents(keys), strict=True)
-        ]
-        assert outcomes(client, chunks) == [PutOutcome.stored] * 2
-        found = client.get_chunks(keys)
-        assert [one[0][0][0].shape[1] for one in found] == list(sizes)
-        for key, size, one in zip(keys, sizes, found, strict=True):
-            assert equal(one, tensors_of(key, SMALL, size))
-
     def test_batch_larger_than_the_staging_memory_is_put_whole_and_in_order(
         self, connect: Connect
     ) -> None:
         client = connect(MEDIUM, self.options(chunk_tokens=64, staging_bytes=1 << 20))
         keys = store(client, 1, 24)
         assert_reads(client, keys)
+
+    def test_frames_of_several_messages_come_back(self, connect: Connect) -> None:
+        client = connect(MEDIUM, self.options(chunk_tokens=300))
+        assert_reads(client, store(client, 1, 3))
 
     def test_many_chunks_come_in_the_order_they_are_asked_for(self, client: Client) -> None:
         keys = store(client, 1, 200)

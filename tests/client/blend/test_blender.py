@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -279,47 +279,34 @@ def test_a_segment_of_another_origin_is_computed_and_the_report_says_why(world: 
         assert report.rows[0] == SUFFIX + len(segments[2]) * len(refused)
 
 
-class _Failing(MemorySource):
-    """Gives layers up to one, and then does what it is told."""
-
-    def __init__(self, world: World, change: Any) -> None:
-        super().__init__(world.stored)
-        self._change = change
-
-    def layer(self, i: int) -> Mapping[int, LayerKV]:
-        found = dict(super().layer(i))
-        return found if i < 2 else dict(self._change(found))
-
-
-def _evicted(found: dict[int, LayerKV]) -> dict[int, LayerKV]:
+def _evicted(_: object) -> dict[int, LayerKV]:
     raise TierUnavailableError("redis", "gone")
 
 
-def _left_out(found: dict[int, LayerKV]) -> dict[int, LayerKV]:
-    return {index: kv for index, kv in found.items() if index != 2}
-
-
-def _truncated(found: dict[int, LayerKV]) -> dict[int, LayerKV]:
-    keys, values = found[2]
-    return {**found, 2: (keys[:, :-1], values[:, :-1])}
-
-
-def _narrower(found: dict[int, LayerKV]) -> dict[int, LayerKV]:
-    keys, values = found[2]
-    return {**found, 2: (keys.float(), values.float())}
+CHANGES: dict[str, Callable[[dict[int, Any]], dict[int, Any]]] = {
+    "evicted": _evicted,
+    "left out": lambda found: {index: kv for index, kv in found.items() if index != 2},
+    "truncated": lambda found: {**found, 2: tuple(part[:, :-1] for part in found[2])},
+    "of another type": lambda found: {**found, 2: tuple(part.float() for part in found[2])},
+}
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("first_k", _evicted), ("hkvd", _evicted), ("hybrid", _evicted), ("hkvd", _left_out),
-        ("stored_priority", _truncated), ("query_attention", _narrower),
+        ("first_k", "evicted"), ("hkvd", "evicted"), ("hybrid", "evicted"), ("hkvd", "left out"),
+        ("stored_priority", "truncated"), ("query_attention", "of another type"),
     ],
 )  # fmt: skip
 def test_a_source_that_fails_on_the_way_costs_time_and_nothing_else(
-    world: World, name: str, change: Any
+    world: World, name: str, change: str
 ) -> None:
-    found = world.blender.blend(world.plan(0.2, selector=name), _Failing(world, change))
+    class Failing(MemorySource):
+        def layer(self, i: int) -> Mapping[int, LayerKV]:
+            found = super().layer(i)
+            return found if i < 2 else CHANGES[change](dict(found))
+
+    found = world.blender.blend(world.plan(0.2, selector=name), Failing(world.stored))
     assert found.report.failure
     assert not found.is_blended
     assert found.report.selected.numel() == 0
