@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from simulation.stepped import SteppedWorkQueue
@@ -82,6 +83,8 @@ class Core:
     clock: Callable[[], float] = time.monotonic
     metadata: ChunkMetadata = field(default_factory=ChunkMetadata)
     policy: Callable[[Tier, ChunkMetadata], EvictionPolicy] = leaf_lru
+    queue_type: type[SteppedWorkQueue] = SteppedWorkQueue
+    ids: Iterator[int] = field(default_factory=partial(count, 1))
     cpu: CpuTier = field(init=False)
     work_queue: SteppedWorkQueue = field(init=False)
     catalog: Catalog = field(init=False)
@@ -91,7 +94,7 @@ class Core:
     sessions: SessionTable = field(init=False)
 
     def __post_init__(self) -> None:
-        ids = count(1)
+        ids, limits = self.ids, self.config.limits
         self.cpu = CpuTier(self.slabs * self.slab_bytes, self.slab_bytes)
         slots = [self._slot(tier, "raw") for tier in (*self.upper, self.cpu)]
         slots += [self._slot(t, self.codecs.get(t.name, self.codec)) for t in self.lower]
@@ -99,26 +102,23 @@ class Core:
         for tier in (*self.upper, *self.lower):
             queues |= {f"load-{tier.name}": self.workers, f"store-{tier.name}": self.workers and 1}
             queues |= {f"ask-{tier.name}": self.workers and 1}
-        self.work_queue = SteppedWorkQueue(queues, self.queue_limit, self.clock)
+        self.work_queue = self.queue_type(queues, self.queue_limit, self.clock)
         policies: dict[str, EvictionPolicy] = {slot.name: slot.policy for slot in slots}
-        leases = Leases(100, lambda: next(ids))
+        leases = Leases(limits.max_leases_per_session, lambda: next(ids))
         self.catalog = Catalog(
             policies, leases, self.cpu.capacity_bytes // self.pin_share, self.clock, self.metadata
         )
         self.counters = Counters()
         self.moves = Moves(
-            Tiers(slots),
-            self.catalog,
-            self.work_queue,
-            self.counters,
-            self.clock,
+            Tiers(slots), self.catalog, self.work_queue, self.counters, self.clock,
             self.move_timeout_ms,
-        )
+        )  # fmt: skip
         self.store = Store(self.moves, self.config, lambda: next(ids))
         attach_refills(self.store)
         self.sessions = SessionTable(
-            8, 60_000, salt, self.clock, lambda size: next(ids).to_bytes(size, "little")
-        )
+            self.config.max_sessions, limits.session_ttl_ms, salt, self.clock,
+            lambda size: next(ids).to_bytes(size, "little"),
+        )  # fmt: skip
         self.sessions.on_close.append(self.store.end_session)
 
     def _slot(self, tier: Tier, codec: str) -> TierSlot:
