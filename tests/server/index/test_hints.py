@@ -7,10 +7,9 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-import numpy as np
 import pytest
 from conftest import ServerMaker
-from contracts.policy import keep_none, rows
+from contracts.policy import keep_none
 from helpers.core_chunks import leased, look_up
 from helpers.local_server import DEADLINE_MS
 from helpers.prompts import SMALL, chunks_of, outcomes
@@ -33,7 +32,7 @@ from kvstore.proto.types import KVLayout, PutOutcome
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.quotas import PartitionedEviction, PartitionTable, Quota
-from kvstore.server.index.hints import LOOK_AHEAD, NEVER, ChunkMetadata, RowHints
+from kvstore.server.index.hints import LOOK_AHEAD, ChunkMetadata, RowHints
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import ReadTerms
 from kvstore.server.store.reservations import PutResult
@@ -373,38 +372,6 @@ def test_a_chunk_never_goes_before_what_continues_it(priorities: list[int]) -> N
     assert sorted(order) == list(parents)
     for row, parent in parents.items():
         assert parent == NO_ROW or order.index(row) < order.index(parent)
-
-
-def test_rows_count_up_to_the_first_whose_time_is_up() -> None:
-    table = table_of_rows()
-    chain = rows(range(6))
-    assert not table.expiring
-    table.set_expiry(3, 10.0)
-    table.set_expiry(5, 8.0)
-    assert len(table.unexpired(chain, 7.9)) == 6
-    assert len(table.unexpired(chain, 8.0)) == 4
-    assert len(table.unexpired(chain, 10.0)) == 2
-    table.set_expiry(3, NEVER)
-    assert len(table.unexpired(chain, 10.0)) == 4
-    table.forget(5)
-    assert table.unexpired(chain, 10.0) is chain
-    assert not table.expiring
-    assert len(table.unexpired(np.array([], np.intp), 1.0)) == 0
-
-
-def test_the_first_to_expire_are_named_first_until_they_are_forgotten() -> None:
-    table = table_of_rows()
-    for row, expiry in ((1, 5.0), (2, 3.0), (3, 9.0), (4, 4.0)):
-        table.set_expiry(row, expiry)
-    assert table.expired(2.9, 10) == []
-    assert table.expired(5.0, 10) == table.expired(5.0, 10) == [2, 4, 1]
-    assert table.expired(5.0, 2) == [2, 4]
-    table.partitions[2] = 3
-    table.forget(2)
-    assert table.partitions[2] == 0
-    table.set_expiry(4, 20.0)
-    assert table.expired(5.0, 10) == [1]
-    assert table.expired(50.0, 10) == [1, 3, 4]
 
 
 def test_a_life_that_is_prolonged_again_and_again_takes_no_more_room() -> None:

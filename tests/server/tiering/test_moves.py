@@ -317,18 +317,6 @@ def test_an_evicted_chunk_goes_to_the_next_lower_tier_and_comes_back_the_same(
         assert len(alone.catalog) == kept
 
 
-def test_a_victim_that_lies_lower_already_is_not_copied_again(core: Core, disk: SimDisk) -> None:
-    session = core.open_session()
-    versions = prompt(12)
-    core.put(session, versions)
-    for version in versions:
-        core.copy_down(version)
-    core.put(session, prompt(4, seed=1))
-    assert core.counters["evicted_chunks"] == 4
-    assert core.counters["copied_chunks"] == 12
-    assert disk.stats().chunks == 12
-
-
 def test_scattered_room_is_won_by_emptying_one_slab() -> None:
     """Chunks in the order of use lie in eight slabs in turn: freeing them one by one empties
     a slab only when nearly all are gone.

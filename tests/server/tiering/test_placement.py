@@ -20,7 +20,6 @@ from simulation.clock import FakeClock
 from simulation.core import Core, frames_of, keys_of, prompt, settings
 from simulation.tiers import SimDisk, SimRedis, no_faults
 from simulation.universe import Version
-from structlog.testing import capture_logs
 
 from kvstore.client import ClientOptions
 from kvstore.proto.errors import InvalidRequestError
@@ -54,19 +53,7 @@ from kvstore.server.tiering.admission import (
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.base import Tier
 
-STORED, LEAVING = Trigger.stored, Trigger.leaving
-
-
-def test_each_rule_admits_at_its_moments() -> None:
-    for name, once, twice in [
-        ("through", {STORED, LEAVING}, {STORED, LEAVING}),
-        ("evict", {LEAVING}, {LEAVING}),
-        ("selective", set(), set(Trigger)),
-        ("auto", {LEAVING}, {LEAVING}),
-    ]:
-        for hits, moments in ((1, once), (2, twice)):
-            offers = [CopyRequest(moment, 100, hits) for moment in Trigger]
-            assert {one.moment for one in offers if ADMISSIONS[name].admits(one, 0.0)} == moments
+LEAVING = Trigger.leaving
 
 
 def test_any_rule_is_overruled_by_what_a_load_costs_and_by_what_is_needed() -> None:
@@ -451,25 +438,3 @@ def test_of_many_threads_one_gets_the_attempt(breaker: Breaker, clock: FakeClock
 
     with ThreadPoolExecutor(8) as pool:
         assert sorted(pool.map(ask, range(8))) == [False] * 7 + [True]
-
-
-def test_the_log_has_one_line_for_each_opening_and_each_closing(
-    breaker: Breaker, clock: FakeClock
-) -> None:
-    with capture_logs() as logs:
-        breaker.succeed()
-        breaker.fail("one")
-        breaker.succeed()
-        assert logs == []
-        for _ in range(2):
-            open_it(breaker)
-            clock.advance(0.6)
-            breaker.fail("still down")
-            breaker.succeed()
-            breaker.succeed()
-    assert [(log["event"].partition(":")[0], log["log_level"]) for log in logs] == [
-        ("circuit breaker opened", "warning"),
-        ("circuit breaker closed", "warning"),
-    ] * 2
-    assert {log["medium"] for log in logs} == {"tier redis"}
-    assert logs[0]["reason"] == "failure 2"
