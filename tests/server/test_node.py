@@ -434,7 +434,7 @@ def test_clocks_that_jump_change_no_answer(policy: str) -> None:
         session = core.open_session()
         for seed, jump_s in enumerate((5.0, -900.0, 0.0, 1e8, -1e8, 1e-9)):
             versions = prompt(5, seed=seed)
-            core.put(session, versions)
+            core.put(versions)
             clock.advance(jump_s)
             keys = sim_keys(versions)
             match = core.store.lookup(session, keys, core.later(), lease=False)
@@ -446,13 +446,13 @@ def test_clocks_that_jump_change_no_answer(policy: str) -> None:
 def test_a_chain_with_a_missing_middle_is_hit_up_to_there(policy: str) -> None:
     with closing(make_core(policy, FakeClock())) as core:
         session, versions = core.open_session(), prompt(6)
-        core.put(session, versions[:2] + versions[3:])
+        core.put(versions[:2] + versions[3:])
         match = core.store.lookup(session, sim_keys(versions), core.later(), lease=False)
         assert (match.ready, match.missing) == (2, 4)
         for seed in range(1, 12):
-            results = core.put(session, prompt(3, seed=seed))
+            results = core.put(prompt(3, seed=seed))
             assert {result.outcome for result in results} == {PutOutcome.stored}
-        core.put(session, versions)
+        core.put(versions)
         match = core.store.lookup(session, sim_keys(versions), core.later(), lease=False)
         assert match.ready == 6
 
@@ -460,14 +460,14 @@ def test_a_chain_with_a_missing_middle_is_hit_up_to_there(policy: str) -> None:
 def test_where_all_is_leased_puts_are_refused_and_nothing_leaks(policy: str) -> None:
     with closing(make_core(policy, FakeClock())) as core:
         session, versions = core.open_session(), prompt(12)
-        core.put(session, versions)
+        core.put(versions)
         match = core.store.lookup(session, sim_keys(versions), core.later(), lease=True)
         assert match.ready == 12
-        assert outcomes_of(core.put(core.open_session(), prompt(2, seed=1))) == {PutOutcome.refused}
+        assert outcomes_of(core.put(prompt(2, seed=1))) == {PutOutcome.refused}
         assert (len(core.store.writes), core.catalog.in_flight.writers.total()) == (0, 0)
         assert core.cpu.stats().reservations == 0
         core.store.release(session, match.lease_id)
-        assert outcomes_of(core.put(core.open_session(), prompt(2, seed=1))) == {PutOutcome.stored}
+        assert outcomes_of(core.put(prompt(2, seed=1))) == {PutOutcome.stored}
 
 
 STORED, REFUSED = PutOutcome.stored, PutOutcome.refused

@@ -12,8 +12,8 @@ from simulation.stepped import SteppedWorkQueue
 from simulation.universe import REPRESENTATION, Version, make_version, salt
 
 from kvstore.proto.keys import tokens_le32
-from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import ROOT, ChainDigest, ChunkKey, PutOutcome
+from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints
+from kvstore.proto.types import ROOT, Accuracy, ChainDigest, ChunkKey, Match, Model, PutOutcome
 from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
@@ -65,6 +65,7 @@ class Core:
     lower: Sequence[Tier] = ()
     upper: Sequence[Tier] = ()
     """A gpu tier, or none."""
+    model: Model = REPRESENTATION
     slabs: int = 4
     slab_bytes: int = 4096
     workers: int = 0
@@ -92,6 +93,7 @@ class Core:
     moves: Moves = field(init=False)
     store: Store = field(init=False)
     sessions: SessionTable = field(init=False)
+    _session: Session | None = None
 
     def __post_init__(self) -> None:
         ids, limits = self.ids, self.config.limits
@@ -137,18 +139,24 @@ class Core:
         return self.clock() + seconds
 
     def open_session(self, tenant: str = "red") -> Session:
-        return self.sessions.open(REPRESENTATION, "a test", tenant)
+        return self.sessions.open(self.model, "a test", tenant)
+
+    @property
+    def session(self) -> Session:
+        """The one that puts, gets and lookups are of unless they name another."""
+        self._session = self._session or self.open_session()
+        return self._session
 
     def put(
         self,
-        session: Session,
         versions: Sequence[Version],
+        session: Session | None = None,
         *,
         durable: bool = False,
         hints: Hints = NO_HINTS,
     ) -> list[PutResult]:
         """Put frames one after another; return what became of each."""
-        results = []
+        results, session = [], session or self.session
         for version in versions:
             begun = self.store.writes.begin_all(session, [version.info], self.later(), hints)[0]
             if not isinstance(begun, PutResult):
@@ -160,14 +168,40 @@ class Core:
         return results
 
     def get(
-        self, session: Session, keys: Sequence[ChunkKey], seconds: float = FOREVER_S
+        self,
+        versions: Sequence[Version],
+        session: Session | None = None,
+        seconds: float = FOREVER_S,
     ) -> list[bytes]:
         """Return the frames that a get under a lease of its own delivers."""
+        return self.read(keys_of(versions), session, seconds)
+
+    def read(
+        self,
+        keys: Sequence[ChunkKey],
+        session: Session | None = None,
+        seconds: float = FOREVER_S,
+    ) -> list[bytes]:
+        session = session or self.session
         lease_id, known = self.store.open_get(session, keys, 0)
         results = self.store.reads.get(keys[:known], ReadTerms(session, self.later(seconds)))
         frames = [result.data.tobytes() for result in results]
         assert self.store.release(session, lease_id)
         return frames
+
+    def look_up(
+        self,
+        versions: Sequence[Version],
+        session: Session | None = None,
+        *,
+        lease: bool = False,
+        min_accuracy: Accuracy = Accuracy.exact,
+        engine: EngineTerms | None = None,
+    ) -> Match:
+        return self.store.lookup(
+            session or self.session, keys_of(versions), self.later(), lease=lease,
+            min_accuracy=min_accuracy, engine=engine,
+        )  # fmt: skip
 
     def copy_down(self, version: Version, tier: str = "disk") -> object:
         """Copy a chunk to a lower tier and wait for that."""

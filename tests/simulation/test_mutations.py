@@ -27,8 +27,8 @@ from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.tiers.cpu import CpuTier
 
-SEEDS = 1500
-"""Schedules within which each mutation has to show."""
+SEEDS = range(800, 2300)
+"""Schedules within which each mutation has to show: most do in the first hundred."""
 
 flushed, delete_from = Store._flushed, Eviction.delete_from
 wait, found, match = SteppedWorkQueue.wait, Reads._found, Catalog.match
@@ -128,9 +128,9 @@ MUTATIONS: dict[str, list[tuple[object, str, object]]] = {
 def test_the_simulation_notices_when(mutation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     for owner, name, replacement in MUTATIONS[mutation]:
         monkeypatch.setattr(owner, name, replacement)
-    for seed in range(SEEDS):
+    for seed in SEEDS:
         try:
             Schedule(seed).run()
         except (AssertionError, KVStoreError):
             return
-    raise AssertionError(f"{SEEDS} schedules passed although {mutation}")
+    raise AssertionError(f"{len(SEEDS)} schedules passed although {mutation}")
