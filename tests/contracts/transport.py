@@ -244,7 +244,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         for read in (0, 1, 5) * 5:
             with bare.read(ReadPlan(digests, 0, DEADLINE_MS)) as arriving:
                 for index in range(read):
-                    arrived = next(arriving)
+                    arrived = next(arriving.frames)
                     assert (arrived.index, arrived.tier) == (index, "cpu")
         for _ in range(100):
             assert len(client.get_chunks([*keys[:3], *keys_of(client, 2, 1)])) == 3
