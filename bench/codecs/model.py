@@ -1,4 +1,4 @@
-"""What a decoded prefix does to a trained model: divergence, greedy tokens, facts."""
+"""What a decoded prefix does to a trained model: divergence, and facts that it still tells."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
-from bench.codecs.kv import Bits, Quality, to_bits, to_floats
+from bench.codecs.kv import Bits, to_bits, to_floats
 from bench.codecs.texts import Context, Lengths, contexts, windows
 from bench.lib.traces import TINYLM
 from kvstore.client.engines.transformers.cache import CacheShape, as_argument, notes_of
@@ -46,8 +46,7 @@ class PrefixModel:
             told = torch.tensor([c.prefix for c in self._contexts])
             self.told_bits, self.told_importance = self._prefill(told), self._weighed(told)
             self.importance = self._weighed(self._tokens[:, : measured.prefix])
-            cache = self._cache(self.bits)
-            self._wanted = self._log_probabilities(cache), self._greedy(self.bits)
+            self._wanted = self._log_probabilities(self.bits)
 
     @property
     def rope(self) -> RopeParameters:
@@ -62,11 +61,9 @@ class PrefixModel:
         return self._prefill(tokens[:, : self._lengths.prefix])
 
     @torch.no_grad()
-    def score(self, decoded: Bits) -> Quality:
-        """Return what *decoded* in the place of ``bits`` changes."""
-        wanted, greedy = self._wanted
-        kl = kl_per_token(wanted, self._log_probabilities(self._cache(decoded)))
-        return Quality(kl, float((self._greedy(decoded) == greedy).double().mean()))
+    def score(self, decoded: Bits) -> float:
+        """Return the KL a token of the text behind *decoded* in the place of ``bits``."""
+        return kl_per_token(self._wanted, self._log_probabilities(decoded))
 
     @torch.no_grad()
     def answered(self, decoded: Bits) -> float:
@@ -74,12 +71,8 @@ class PrefixModel:
 
         *decoded* stands in the place of ``told_bits``.
         """
-        right = [
-            hit
-            for bits, context in zip(decoded, self._contexts, strict=True)
-            for hit in self._answers(bits, context)
-        ]
-        return sum(right) / len(right)
+        found = zip(decoded, self._contexts, strict=True)
+        return float(np.mean([hit for bits, one in found for hit in self._answers(bits, one)]))
 
     def _answers(self, bits: Bits, context: Context) -> list[bool]:
         """Return for each question whether every token of its answer is the likeliest.
@@ -127,18 +120,9 @@ class PrefixModel:
             cache.update(kv[:, layer, 0].contiguous(), kv[:, layer, 1].contiguous(), layer)
         return cache
 
-    def _log_probabilities(self, cache: DynamicCache) -> Tensor:
+    def _log_probabilities(self, bits: Bits) -> Tensor:
         rest = self._tokens[:, self._lengths.prefix :]
-        return log_softmax(self._model(rest, **as_argument(cache)).logits, -1)
-
-    def _greedy(self, bits: Bits) -> Tensor:
-        cache = self._cache(bits)
-        token = self._tokens[:, self._lengths.prefix, None]
-        found = []
-        for _ in range(self._lengths.greedy):
-            token = self._model(token, **as_argument(cache)).logits[:, -1:].argmax(-1)
-            found.append(token)
-        return torch.cat(found, 1)
+        return log_softmax(self._model(rest, **as_argument(self._cache(bits))).logits, -1)
 
 
 def kl_per_token(wanted: Tensor, found: Tensor) -> float:

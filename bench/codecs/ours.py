@@ -39,9 +39,6 @@ from kvstore.proto.types import (
     RopeParameters,
 )
 
-TOKENS_A_CHANNEL = 8
-"""Fewer do not say in which directions a model's KV varies."""
-
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
@@ -152,22 +149,18 @@ def _parts(window: Bits) -> ChunkTensors:
 def calibrated(chunks: Chunks, samples: Bits) -> None:
     """Fit the tables that some codecs need for the model of *chunks*, on other KV of it.
 
-    They stay among this process's assets. kvtc's are left out where the samples have not
-    many more tokens than the model has channels.
+    They stay among this process's assets.
     """
     layout = KVLayout.of(chunks.model, samples.shape[3])
     cachegen = cachegen_tables(layout.components, [_parts(window) for window in samples])
     _shelve(AssetKind.cachegen, chunks, cachegen)
     kvq_static = StaticKvqProfile(layout.components, chunks.model.rope)
+    kvtc = KvtcProfile(layout.components, chunks.model.rope)
     for window in samples:
-        kvq_static.add(_parts(window), 0)
+        for profile in (kvq_static, kvtc):
+            profile.add(_parts(window), 0)
     _shelve(AssetKind.kvq, chunks, kvq_static.tables())
-    windows, _, _, tokens, kv_heads, head_dim = samples.shape
-    if windows * tokens >= TOKENS_A_CHANNEL * kv_heads * head_dim:
-        kvtc = KvtcProfile(layout.components, chunks.model.rope)
-        for window in samples:
-            kvtc.add(_parts(window), 0)
-        _shelve(AssetKind.kvtc, chunks, kvtc.tables())
+    _shelve(AssetKind.kvtc, chunks, kvtc.tables())
 
 
 def _shelve(kind: AssetKind, chunks: Chunks, tables: Mapping[str, NDArray[Any]]) -> None:

@@ -235,8 +235,9 @@ class StateCache:
         bins = bins_of(now_s - np.array([node.last_s for node in nodes]))
         density = self.table.values[[node.kind for node in nodes], bins]
         marginal, alone = np.array([(node.marginal, node.alone) for node in nodes]).T
-        worth: NDArray[np.float64] = density * marginal
-        return worth / (model.state_bytes + model.kv_bytes_per_token * alone)
+        freed = model.state_bytes + model.kv_bytes_per_token * alone
+        worth: NDArray[np.float64] = density * marginal / freed
+        return worth
 
 
 def _waits(node: Node) -> tuple[NDArray[np.uint16], NDArray[np.float64]]:
