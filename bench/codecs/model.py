@@ -9,7 +9,6 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import log_softmax
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils.logging import disable_progress_bar
@@ -17,6 +16,7 @@ from transformers.utils.logging import disable_progress_bar
 from bench.codecs.kv import Bits, to_bits, to_floats
 from bench.codecs.texts import Context, Lengths, contexts, windows
 from bench.lib.traces import TINYLM
+from kvstore.client.blend.gate import compare
 from kvstore.client.engines.transformers.cache import CacheShape, as_argument, notes_of
 from kvstore.client.engines.transformers.generation import noting_attention
 from kvstore.proto.types import RopeParameters
@@ -46,7 +46,7 @@ class PrefixModel:
             told = torch.tensor([c.prefix for c in self._contexts])
             self.told_bits, self.told_importance = self._prefill(told), self._weighed(told)
             self.importance = self._weighed(self._tokens[:, : measured.prefix])
-            self._wanted = self._log_probabilities(self.bits)
+            self._wanted = self._logits(self.bits)
 
     @property
     def rope(self) -> RopeParameters:
@@ -63,7 +63,8 @@ class PrefixModel:
     @torch.no_grad()
     def score(self, decoded: Bits) -> float:
         """Return the KL a token of the text behind *decoded* in the place of ``bits``."""
-        return kl_per_token(self._wanted, self._log_probabilities(decoded))
+        pairs = zip(self._wanted, self._logits(decoded), strict=True)
+        return float(np.mean([compare(wanted, found).divergence for wanted, found in pairs]))
 
     @torch.no_grad()
     def answered(self, decoded: Bits) -> float:
@@ -120,19 +121,7 @@ class PrefixModel:
             cache.update(kv[:, layer, 0].contiguous(), kv[:, layer, 1].contiguous(), layer)
         return cache
 
-    def _log_probabilities(self, bits: Bits) -> Tensor:
+    def _logits(self, bits: Bits) -> Tensor:
         rest = self._tokens[:, self._lengths.prefix :]
-        return log_softmax(self._model(rest, **as_argument(self._cache(bits))).logits, -1)
-
-
-def kl_per_token(wanted: Tensor, found: Tensor) -> float:
-    """Return the mean over tokens of KL(wanted || found), in nats.
-
-    Both are log-probabilities, (windows, tokens, vocabulary). Summed in float64: what 8 bits
-    change is a millionth of a nat.
-    """
-    windows = [
-        (p.double().exp() * (p.double() - q.double())).sum(-1).mean()
-        for p, q in zip(wanted, found, strict=True)
-    ]
-    return max(0.0, float(torch.stack(windows).mean()))
+        logits: Tensor = self._model(rest, **as_argument(self._cache(bits))).logits
+        return logits

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import math
 import sys
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from bench.codecs import __main__ as codecs
 from bench.codecs.__main__ import AGAINST, Rates, report_bars, report_importance, report_real
 from bench.codecs.baselines import LMCacheCodecs, Opponents, Speed, TensorFile, kivi
 from bench.codecs.kv import ROPE, Point, bits_at, error_at, frontier, synthetic, to_bits, to_floats
-from bench.codecs.model import PrefixModel, kl_per_token
+from bench.codecs.model import PrefixModel
 from bench.codecs.ours import Chunks, Coder
 from bench.codecs.speeds import in_rounds
 from bench.codecs.texts import Lengths, contexts, held_out
@@ -37,14 +35,6 @@ def test_between_points_bits_follow_the_logarithm_of_the_error() -> None:
         assert error == pytest.approx(10**-bits)
         assert bits_at(LINE, error) == pytest.approx(bits)
     assert error_at(LINE, 1.9) is error_at(LINE, 4.1) is error_at([], 3.0) is None
-
-
-def test_divergence_is_that_of_kullback_and_leibler_in_nats() -> None:
-    wanted = torch.tensor([[[0.5, 0.5], [0.9, 0.1]]]).log()
-    found = torch.tensor([[[0.25, 0.75], [0.9, 0.1]]]).log()
-    by_hand = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
-    assert kl_per_token(wanted, found) == pytest.approx(by_hand / 2, rel=1e-6)
-    assert kl_per_token(found, found) == 0
 
 
 def test_numbers_round_to_the_nearest_bfloat16_and_ties_to_even() -> None:
