@@ -21,7 +21,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from bench.codecs.kv import Bits, Floats, bits_per_value, digest, to_bits, to_floats
-from bench.lib.processes import Asked, PeerSkippedError, asking, make_venv
+from bench.lib.processes import Asked, Command, PeerSkippedError, asking, make_venv
 from bench.lib.traces import TINYLM
 from bench.peers.lmcache import QUIET, TORCH
 
@@ -106,15 +106,16 @@ class Opponents:
     @contextmanager
     def running(cls, venvs: Path, folder: Path) -> Iterator[Opponents]:
         with ExitStack() as stack:
-            found = []
-            for name in ("lmcache", "zipnn"):
-                client = Path(__file__).with_name(f"{name}_client.py")
+
+            def start(name: str) -> Asked | str:
                 try:
-                    command = [*QUIET, make_venv(venvs, name, TORCH), "-P", client]
-                    found.append(stack.enter_context(asking(command, folder / f"{name}.log")))
+                    client = Path(__file__).with_name(f"{name}_client.py")
+                    command: Command = [*QUIET, make_venv(venvs, name, TORCH), "-P", client]
+                    return stack.enter_context(asking(command, folder / f"{name}.log"))
                 except PeerSkippedError as error:
-                    found.append(str(error))
-            lmcache, zipnn = found
+                    return str(error)
+
+            lmcache, zipnn = start("lmcache"), start("zipnn")
             yield cls(
                 folder,
                 lmcache if isinstance(lmcache, str) else LMCacheCodecs(lmcache, folder),

@@ -55,7 +55,8 @@ def measure_speeds(report: Report, chunks: Chunks, opponents: Opponents, rounds:
             report.add(key, their_s / our_s, gbps(window.nbytes, our_s), against)
 
     with one_core():
-        sides = {"lossless": ours("lossless"), "zstd": partial(aibrix_time, tensors.bits)}
+        zstd: Side = partial(aibrix_time, tensors.bits)
+        sides = {"lossless": ours("lossless"), "zstd": zstd}
         if not isinstance(opponents.zipnn, str):
             sides["zipnn"] = partial(opponents.zipnn, tensors)
         found = in_rounds(sides, rounds)
