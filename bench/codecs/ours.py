@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from kvstore.codecs.base import (
     codec_by_name,
     empty_tensors,
 )
-from kvstore.codecs.profiles import KvtcProfile, StaticKvqProfile, cachegen_tables
+from kvstore.codecs.calibration import learn
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader, FrameTemplate
 from kvstore.proto.keys import representation_digest
@@ -152,16 +151,7 @@ def calibrated(chunks: Chunks, samples: Bits) -> None:
     They stay among this process's assets.
     """
     layout = KVLayout.of(chunks.model, samples.shape[3])
-    cachegen = cachegen_tables(layout.components, [_parts(window) for window in samples])
-    _shelve(AssetKind.cachegen, chunks, cachegen)
-    kvq_static = StaticKvqProfile(layout.components, chunks.model.rope)
-    kvtc = KvtcProfile(layout.components, chunks.model.rope)
-    for window in samples:
-        for profile in (kvq_static, kvtc):
-            profile.add(_parts(window), 0)
-    _shelve(AssetKind.kvq, chunks, kvq_static.tables())
-    _shelve(AssetKind.kvtc, chunks, kvtc.tables())
-
-
-def _shelve(kind: AssetKind, chunks: Chunks, tables: Mapping[str, NDArray[Any]]) -> None:
-    ASSETS.add(parse_asset(pack_asset(kind, representation_digest(chunks.model), 1, tables)))
+    known = [(_parts(window), 0) for window in samples]
+    for kind in AssetKind:
+        tables = learn(kind, layout.components, known, chunks.model.rope)
+        ASSETS.add(parse_asset(pack_asset(kind, representation_digest(chunks.model), 1, tables)))
