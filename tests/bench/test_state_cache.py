@@ -2,18 +2,10 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 
 import numpy as np
-from bench.policy.state_cache import (
-    STATE_CLASSES,
-    GhostLimits,
-    Ghosts,
-    StateCache,
-    read_prior,
-    state_class,
-)
+from bench.policy.state_cache import STATE_CLASSES, GhostLimits, Ghosts, StateCache, state_class
 from bench.policy.state_tree import HYBRID_7B, CheckpointTree, HybridModel, Node, Tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -187,13 +179,6 @@ def test_classes_are_turns_of_ends_and_the_children_of_others() -> None:
     assert ends == [0, 1, 2, 3, 3, 4, 4, 4]
     assert one_child == 15
     assert state_class(node) == STATE_CLASSES - 1
-
-
-def test_the_prior_is_the_one_that_was_measured() -> None:
-    tables = read_prior()
-    assert tables.shape == (2, STATE_CLASSES, 40)
-    crc32 = 252386292  # of its numbers as little-endian uint16: a change has to be meant
-    assert zlib.crc32(tables.astype("<u2").tobytes()) == crc32
 
 
 PLENTY = 10**15
