@@ -14,6 +14,7 @@ from kvstore.server.settings.values import Limits
 
 BAD_VALUES = [
     (["--tiers", "cpu,tape"], ["tiers='cpu,tape'", "cpu, disk, redis, gpu", "--tiers"]),
+    (["--tiers", ""], ["tiers=''", "cpu, disk, redis, gpu"]),
     (["--tiers", "cpu,cpu"], ["tiers", "once"]),
     (["--tiers", "disk"], ["tiers='disk'", "add cpu", "served from CPU memory"]),
     (["--tiers", "cpu,redis"], ["redis_url=None", "--redis redis://host:6379/0"]),
@@ -21,6 +22,7 @@ BAD_VALUES = [
     (["--directory"], ["redis_url=None", "--redis redis://host:6379/0"]),
     (["--peers", "directory"], ["peers='directory'", "add --directory and --redis"]),
     (["--limits", "blend_ratio=nan"], ["limits.blend_ratio='nan'", "finite"]),
+    (["--blend-divergence", "nan"], ["blend_divergence='nan'", "finite"]),
     (["--directory", "--redis", "redis://h", "--listen", "0.0.0.0:1", "--insecure"],
      ["listen='0.0.0.0:1'", "--advertise HOST"]),
     (["--node-id", "a b"], ["node_id='a b'"]),
@@ -68,6 +70,7 @@ BAD_VALUES = [
     (["--policy", "lru,marconi"], ["policy='lru,marconi'", "NAME,TIER=NAME"]),
     (["--policy", "lru,ssd=marconi"], ["policy", "gpu, cpu, disk, redis"]),
     (["--policy", "lru,cpu=marconi,cpu=lru"], ["policy", "each tier once"]),
+    (["--tenant-quotas", "acme=1GiB:"], ["tenant"]),
     (["--tenant-quotas", "acme"], ["tenant_quotas='acme'", "TENANT=SIZE:GUARANTEED"]),
     (["--tenant-quotas", "acme=1GiB:2GiB"], ["tenant_quotas", "guarantee no more"]),
     (["--tenant-quotas", "acme=1GiB,acme=2GiB"], ["tenant_quotas", "once for each tier"]),

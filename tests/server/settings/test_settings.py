@@ -29,7 +29,7 @@ from kvstore.server.settings.values import (
 )
 
 
-def test_sizes_are_read_as_written() -> None:
+def test_sizes_are_read_as_written_and_what_is_none_is_refused() -> None:
     for text, size_bytes in [
         ("8GiB", 8 * GIB),
         ("512MiB", 512 * MIB),
@@ -44,8 +44,6 @@ def test_sizes_are_read_as_written() -> None:
     ]:
         assert parse_size(text) == size_bytes
 
-
-def test_what_is_not_a_size_is_refused() -> None:
     for value in ["", "GiB", "1 G B", "8Gx", "1e9", "0x10", "٣MiB", True, 1.5, None]:
         with pytest.raises(ValueError, match="8GiB, 512MiB, 1GB or 1048576"):
             parse_size(value)
@@ -72,9 +70,6 @@ def test_addresses_of_this_machine_are_loopback_and_no_others() -> None:
         assert is_loopback(host)
     for host in ["0.0.0.0", "::", "10.0.0.1", "localhost.example", "node7"]:
         assert not is_loopback(host)
-
-
-SECRET_URL = "redis://reader:hunter2@cache.example:6379/3"
 
 
 def test_a_flag_wins_over_the_environment_which_wins_over_the_file(
@@ -220,15 +215,21 @@ def test_slabs_fill_the_cpu_tier_and_leave_room_for_headers() -> None:
         assert config.cpu_size - slabs * slab_bytes < slabs * 4 * KIB
 
 
-def test_disk_takes_a_size_a_path_or_both(tmp_path: Path) -> None:
-    both = load_config(["--disk", "10GiB:/data/a:b"]).disk[0]
-    assert (both.capacity_bytes, both.path) == (10 * GIB, Path("/data/a:b"))
-    path_only = load_config(["--disk", "~/kv"]).disk[0]
-    assert (path_only.capacity_bytes, path_only.path) == (4 * GIB, Path.home() / "kv")
-    size_only = load_config(["--disk", "10GiB"]).disk[0]
-    assert size_only.capacity_bytes == 10 * GIB
-    assert size_only.path == tmp_path / "cache" / "kvstore" / "disk"
-    assert load_config(["--disk", "./kv"]).disk[0].path == Path.cwd() / "kv"
+def test_disks_are_a_size_a_path_or_both_each_and_repeat_the_size_before(tmp_path: Path) -> None:
+    def disks(text: str) -> list[tuple[int, Path]]:
+        found = load_config(["--disk", text]).disk
+        assert load_config(["--disk", ",".join(map(str, found))]).disk == found
+        return [(folder.capacity_bytes, folder.path) for folder in found]
+
+    assert disks("10GiB:/data/a:b") == [(10 * GIB, Path("/data/a:b"))]
+    assert disks("~/kv") == [(4 * GIB, Path.home() / "kv")]
+    assert disks("./kv") == [(4 * GIB, Path.cwd() / "kv")]
+    assert disks("10GiB") == [(10 * GIB, tmp_path / "cache" / "kvstore" / "disk")]
+    a, b, c = (tmp_path / name for name in "abc")
+    assert disks(f"5GiB:{a}, 6GiB:{b},{c}") == [(5 * GIB, a), (6 * GIB, b), (6 * GIB, c)]
+    by_name = f"disk: [{{path: {a}, capacity_bytes: 5GiB}}, {{path: {b}}}]\n"
+    named = load_config(["--config", write(tmp_path / "c.yaml", by_name)]).disk
+    assert ",".join(map(str, named)) == f"5GiB:{a},4GiB:{b}"
 
 
 def test_the_socket_carries_the_bound_port_in_the_users_runtime_folder(
@@ -244,7 +245,8 @@ def test_the_socket_carries_the_bound_port_in_the_users_runtime_folder(
 
 
 def test_show_masks_the_password_wherever_it_stands() -> None:
-    config = load_config(["--redis", SECRET_URL + "?sentinel_password=hunter2"])
+    url = "redis://reader:hunter2@cache.example:6379/3?sentinel_password=hunter2"
+    config = load_config(["--redis", url])
     assert "redis_url: redis://***@cache.example:6379/3?***" in show(config)
     assert "hunter2" not in show(config)
     assert "hunter2" not in repr(config)
@@ -274,20 +276,6 @@ def test_help_names_every_setting_and_its_default(capsys: pytest.CaptureFixture[
     assert "--cpu SIZE" in text
     assert "(default 16GiB)" in text
     assert "typing" not in text
-
-
-def test_several_disks_are_given_with_commas_and_repeat_the_size_before(tmp_path: Path) -> None:
-    a, b, c = (tmp_path / name for name in "abc")
-    disk = load_config(["--disk", f"5GiB:{a}, 6GiB:{b},{c}"]).disk
-    assert [(folder.capacity_bytes, folder.path) for folder in disk] == [
-        (5 * GIB, a),
-        (6 * GIB, b),
-        (6 * GIB, c),
-    ]
-    assert load_config(["--disk", ",".join(map(str, disk))]).disk == disk
-    by_name = f"disk: [{{path: {a}, capacity_bytes: 5GiB}}, {{path: {b}}}]\n"
-    named = load_config(["--config", write(tmp_path / "c.yaml", by_name)]).disk
-    assert ",".join(map(str, named)) == f"5GiB:{a},4GiB:{b}"
 
 
 def test_the_terms_of_policy_are_read_by_tier_and_shown_as_they_were_written() -> None:
