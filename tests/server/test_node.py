@@ -60,6 +60,9 @@ def taken_port() -> tuple[socket.socket, int]:
 def test_gpu_tier_without_what_it_needs_is_refused_with_the_fix(
     make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path / "absent")
+    with pytest.raises(InvalidRequestError, match=r"machine shows none; start with --tiers cpu"):
+        make_server("--tiers", "gpu,cpu")
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(TierUnavailableError, match=r"sees 0 CUDA devices.*install a CUDA build"):
