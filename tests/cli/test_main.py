@@ -16,12 +16,12 @@ from typing import TYPE_CHECKING, Any
 
 import grpc
 import pytest
-import typer
 import yaml
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from helpers.kvstore_command import Kvstore, Ran
+from helpers.kvstore_command import COMMANDS, Kvstore, Ran
+from helpers.kvstore_command import PROGRAM as KVSTORE
 from helpers.local_server import LocalServer
 from helpers.redis_process import free_port
 from helpers.trust_world import World
@@ -57,20 +57,6 @@ LOCAL = {
 """Commands that call no server."""
 
 
-def commands(group: Any, start: str = "") -> dict[str, Any]:
-    """Return every command by what is typed."""
-    found: dict[str, Any] = {}
-    for name, one in group.commands.items():
-        found |= (
-            commands(one, f"{start}{name} ") if hasattr(one, "commands") else {start + name: one}
-        )
-    return found
-
-
-ROOT: Any = typer.main.get_command(root)
-COMMANDS = commands(ROOT)
-
-
 def example_of(name: str) -> str:
     return str(COMMANDS[name].epilog.rpartition("Example:\n")[2].strip())
 
@@ -88,8 +74,8 @@ def refused(ran: Ran, *words: str) -> bool:
 
 
 def test_every_command_is_listed_in_its_section() -> None:
-    assert {one.rich_help_panel for one in ROOT.commands.values()} == set(SECTIONS[:-1])
-    assert all(one.commands for one in ROOT.commands.values() if hasattr(one, "commands"))
+    assert {one.rich_help_panel for one in KVSTORE.commands.values()} == set(SECTIONS[:-1])
+    assert all(one.commands for one in KVSTORE.commands.values() if hasattr(one, "commands"))
 
 
 def test_help_has_a_synopsis_what_it_does_its_codes_and_an_example(kvstore: Kvstore) -> None:
@@ -442,11 +428,9 @@ HOSTILE_COMMANDS = [
 
 @pytest.mark.parametrize("command", HOSTILE_COMMANDS, ids=" ".join)
 def test_what_a_server_tells_is_printed_as_text_and_not_obeyed(
-    hostile: tuple[_Hostile, str],
-    command: tuple[str, ...],
-    kvstore: Kvstore,
+    hostile: tuple[_Hostile, str], command: tuple[str, ...], kvstore: Kvstore,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setenv("COLUMNS", "1500")
     handler, address = hostile
     for handler.refuses in (False, True):
