@@ -84,13 +84,12 @@ class Pool:
     def rows(self) -> torch.Tensor:
         """A view (parts, layers, pages, slots, heads, dim) of the buffer, however it lies."""
         whole = self.kv_buffer.unsqueeze(0) if self.is_mla else self.kv_buffer
-        if self.layout == "layer_first":
-            return whole.unflatten(2, (PAGES, SIZE))
-        if self.layout == "page_first":
-            return whole.transpose(1, 2).unflatten(2, (PAGES, SIZE))
+        if self.layout == "page_head":
+            return whole.permute(0, 4, 1, 3, 2, 5)
+        whole = whole if self.layout == "layer_first" else whole.transpose(1, 2)
         if self.layout == "page_first_direct":
-            return whole.transpose(1, 2)
-        return whole.permute(0, 4, 1, 3, 2, 5)
+            return whole
+        return whole.view(*whole.shape[:2], PAGES, SIZE, *whole.shape[3:])
 
 
 def numbers(is_mla: bool = False) -> torch.Tensor:
