@@ -6,8 +6,9 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from typing import Any, TypeVar
 
 from helpers.stream_messages import Sent, done, failed, kind, part, ready, receive, send
 
@@ -18,7 +19,12 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkKey
+from kvstore.server.cluster.peers import Peers
+from kvstore.server.settings.values import Limits
+from kvstore.server.telemetry.metrics import Counters
 
+PATIENT = Limits(peer_timeout_ms=20_000)
+M = TypeVar("M", pb.OpenPeerResponse, pb.StreamAttach)
 Message = Sent
 Lie = Callable[[Message], Iterable[Message]]
 """What is sent instead of one right message: another, several, none; it hangs up by an error."""
@@ -38,10 +44,10 @@ def peer_session(where: str, certificate: bytes = b"") -> pb.OpenPeerResponse:
     )
 
 
-def other(session: pb.OpenPeerResponse, **fields: Any) -> pb.OpenPeerResponse:
-    """Return *session* with other *fields*."""
-    found = pb.OpenPeerResponse()
-    found.CopyFrom(session)
+def other(message: M, **fields: Any) -> M:
+    """Return *message* with other *fields*."""
+    found = type(message)()
+    found.CopyFrom(message)
     for name, value in fields.items():
         setattr(found, name, value)
     return found
@@ -123,6 +129,25 @@ class FakePeer:
             wire.hang_up()
         for thread in self._threads[1:]:
             thread.join()
+
+
+@contextmanager
+def asking(
+    *fakes: FakePeer,
+    counters: Counters | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    limits: Limits = PATIENT,
+) -> Iterator[Peers]:
+    """A server's peers, for which *fakes* stand in; all are closed in the end."""
+    dials = {f"127.0.0.1:{number}": fake.dial for number, fake in enumerate(fakes, 1)}
+    with ExitStack() as stack:
+        for fake in fakes:
+            stack.callback(fake.close)
+        peers = Peers(
+            tuple(dials), limits, lambda *say: dials[say[0]](*say), counters or Counters(), clock
+        )
+        stack.callback(peers.close)
+        yield peers
 
 
 def is_part(message: Message) -> bool:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import json
 import time
-from collections.abc import Callable, Iterator, Sequence
+import urllib.request
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from conftest import ServerMaker
@@ -40,22 +43,6 @@ PATIENT_S = 10.0
 
 DirectoryMaker = Callable[..., Directory]
 LOST = TierUnavailableError("redis", "a master is down")
-
-
-class Votes:
-    """A link whose three hashes say of the node what they are told to."""
-
-    url = "redis://votes"
-
-    def __init__(self, *words: bytes | TierUnavailableError) -> None:
-        self.words = words
-        self.asked = 0
-
-    def ask(self, calls: Sequence[object], reply_bytes: int = 0) -> list[object]:
-        self.asked += 1
-        return [
-            one if isinstance(one, TierUnavailableError) else [one, b"", []] for one in self.words
-        ]
 
 
 def key(number: int) -> ChunkKey:
@@ -158,12 +145,13 @@ STANDINGS: tuple[
 def test_a_node_stands_as_most_of_the_answers_say_and_half_turn_away_a_new_one_alone() -> None:
     """A hash that lost its rows lets anybody in, and half of two is not most."""
     for before, words, after in STANDINGS:
-        votes = Votes(b"old", b"old", b"old")
-        roster = Membership(votes, PREFIX, node(1), TTL_MS)  # type: ignore[arg-type]
+        link = Mock()
+        roster = Membership(link, PREFIX, node(1), TTL_MS)
         if before is MembershipState.known:
+            link.ask.return_value = [[b"old", b"", []]] * 3
             roster.beat()
         assert roster.state is before
-        votes.words = words
+        link.ask.return_value = [one if one is LOST else [one, b"", []] for one in words]
         roster.beat()
         assert roster.state is after
 
@@ -422,6 +410,7 @@ def test_nodes_find_what_lies_in_each_others_memory_until_it_is_deleted_and_stat
     common = (
         *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-prefix", "pair:"),
         *("--directory", "--limits", "directory_ttl_ms=4000", "--redis-timeout-ms", "20000"),
+        *("--http", "127.0.0.1:0"),
     )
     first, second = (
         make_server(*common, "--node-id", name, "--socket", str(tmp_path / f"{name}.sock"))
@@ -437,10 +426,13 @@ def test_nodes_find_what_lies_in_each_others_memory_until_it_is_deleted_and_stat
     assert eventually(lambda: client.delete(keys=keys[:1]) == 1 or not client.stat(keys=keys[:1]))
     assert eventually(lambda: holders(second, keys) == [[], ["a"], ["a"]])
     assert all(name.startswith(b"pair:") for name in own_redis.names())
-    reply = fetch_status(f"127.0.0.1:{first.node.port}")
+    own, where = (f"127.0.0.1:{node.node.port}" for node in (first, second))
+    reply = fetch_status(own)
     assert reply.directory is not None
+    page = urllib.request.urlopen(f"http://127.0.0.1:{first.node.http_port}/data", timeout=20)
+    with page:
+        assert json.load(page)["nodes"] == [["a", own, "this one"], ["b", where, "lives"]]
     (seen,) = reply.directory.nodes
-    where = f"127.0.0.1:{second.node.port}"
     assert (seen.node_id, seen.grpc_address) == ("b", where)
     assert seen.incarnation == directory_of(second).me.incarnation
     shown = look_at("x", reply)["directory"]
