@@ -186,7 +186,7 @@ def _imported(body: Sequence[ast.stmt]) -> Iterator[str]:
 
 def circles_of(imports: Mapping[str, set[str]]) -> set[frozenset[str]]:
     """Return the groups of modules of which each imports all others, by way of others or not."""
-    reached, before = dict(imports), {}
+    reached, before = dict(imports), dict[str, set[str]]()
     while reached != before:
         before = reached
         reached = {

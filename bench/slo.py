@@ -14,7 +14,6 @@ from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
 from dataclasses import dataclass, replace
 from itertools import accumulate, chain
-from operator import mul
 from statistics import mean
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -22,6 +21,7 @@ from typing import Any, NamedTuple
 from bench.lib.report import Report, parser_of
 from bench.lib.workload import TINY
 from kvstore.client.deadline import LevelledGet, _ranges
+from kvstore.client.decode import fresh
 from kvstore.client.options import ClientOptions
 from kvstore.client.planning import (
     Fetch,
@@ -50,8 +50,8 @@ class Trace:
         """*steps* are (seconds, bytes a second) each."""
         self._ends_s = list(accumulate(seconds for seconds, _ in steps))
         self._speeds = [max(1.0, speed) for _, speed in steps]
-        lengths = (seconds for seconds, _ in steps)
-        self._ends_bytes = list(accumulate(map(mul, lengths, self._speeds)))
+        paired = zip(steps, self._speeds, strict=True)
+        self._ends_bytes = list(accumulate(seconds * speed for (seconds, _), speed in paired))
 
     @classmethod
     def uniform(cls, seed: int, low_gbps: float = 0.1, high_gbps: float = 10.0) -> Trace:
@@ -130,6 +130,10 @@ def controlled() -> Replay:
     return replay
 
 
+def _compute(_: range) -> None:
+    """Computing takes no time but that of the clock."""
+
+
 class _Clock:
     now_s = 0.0
 
@@ -166,8 +170,8 @@ class _SimulatedGet(LevelledGet):
             reader=SimpleNamespace(submit=self._submit),
         )
         keys = [ChunkKey(bytes(32))] * len(request.chunks)
-        is_beside = not request.terms.loads_first
-        super().__init__(link, keys, request.terms, Any, list if is_beside else None)
+        compute = None if request.terms.loads_first else _compute
+        super().__init__(link, keys, request.terms, fresh, compute)
         for frame, chunk in zip(self._frames, request.chunks, strict=True):
             frame.chunk = chunk
         self._now, self._trace, self._chunks = clock, trace, request.chunks
@@ -175,7 +179,7 @@ class _SimulatedGet(LevelledGet):
         self._acts_s = self._started_s
         """When the engine looks again for something to compute."""
         self._computed = 0
-        self._is_met = not is_beside
+        self._is_met = compute is None
         """Whether the engine computes nothing more before what loads is there."""
         self._decoded_s = self._ready_s = self._started_s
 
