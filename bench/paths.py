@@ -19,11 +19,10 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from pathlib import Path
-from tempfile import TemporaryDirectory
 from types import CodeType, FrameType
 
 from bench.lib import ROOT
-from bench.lib.report import Report, parser_of, timed
+from bench.lib.report import Part, Report, run_parts, timed
 from bench.lib.workload import SMALL, connect, make_chunks, serving
 from kvstore.client import Client
 
@@ -79,19 +78,7 @@ class Tracer:
         return len({code.co_filename for code in codes}), len(codes)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = parser_of(__doc__).parse_args(argv)
-    report = Report("paths")
-    with TemporaryDirectory() as folder:
-        measure_requests(report, [*TIERS, f"64MiB:{folder}/one"])
-        measure_process(report, [*TIERS, f"64MiB:{folder}/other"])
-    measure_product(report)
-    measure_starts(report)
-    report.print(only_json=flags.json)
-    return 0
-
-
-def measure_requests(report: Report, tiers: Sequence[str]) -> None:
+def measure_requests(report: Report, folder: Path) -> None:
     """What a server in this process passes for one chunk, over gRPC."""
     from kvstore.server.node import Node
     from kvstore.server.settings.settings import load_config
@@ -99,7 +86,7 @@ def measure_requests(report: Report, tiers: Sequence[str]) -> None:
     tracer = Tracer("server")
     places = ("--listen", "127.0.0.1:0", "--socket", "off", "--log-level", "error")
     with tracer.installed():
-        node = Node(load_config([*tiers, *places]))
+        node = Node(load_config([*TIERS, f"64MiB:{folder}", *places]))
         node.start()
         try:
             with connect(f"127.0.0.1:{node.port}", SMALL, transport="grpc") as client:
@@ -128,7 +115,7 @@ def put_and_get(
     return found
 
 
-def measure_product(report: Report) -> None:
+def measure_product(report: Report, _folder: Path) -> None:
     """Lines and modules of the product, and circles and imports upwards among the server's."""
     for prefix, rooms, bars in (
         ("product_", ROOMS, ("33,000", "150")),
@@ -196,12 +183,12 @@ def circles_of(imports: Mapping[str, set[str]]) -> set[frozenset[str]]:
     return {circle for circle in circles if circle}
 
 
-def measure_process(report: Report, tiers: Sequence[str]) -> None:
+def measure_process(report: Report, folder: Path) -> None:
     """Threads of a server process that nobody calls; then what a client passes that calls it over
     shared memory, of three chunks: on the thread that calls, and on those that decode with it, as
     any of them may take any chunk.
     """
-    with serving(*tiers) as (address, pid):
+    with serving(*TIERS, f"64MiB:{folder}") as (address, pid):
         time.sleep(QUIET_S)
         count = len(list(Path(f"/proc/{pid}/task").iterdir()))
         report.add("idle_threads", count, "of a server with memory and disk", "20")
@@ -214,7 +201,7 @@ def measure_process(report: Report, tiers: Sequence[str]) -> None:
         report.add(f"client_{name}_functions", functions, "the same", most)
 
 
-def measure_starts(report: Report) -> None:
+def measure_starts(report: Report, _folder: Path) -> None:
     """Milliseconds of a whole process that imports the client, or prints the commands."""
     client = "import kvstore.client, sys; assert 'torch' not in sys.modules"
     for name, words, bar in (
@@ -229,5 +216,17 @@ def measure_starts(report: Report) -> None:
         report.add(name, 1000 * taken_s, "of a new process", bar)
 
 
+PARTS: dict[str, Part] = {
+    "requests": measure_requests,
+    "process": measure_process,
+    "product": measure_product,
+    "starts": measure_starts,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_parts("paths", PARTS, argv, __doc__)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

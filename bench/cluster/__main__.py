@@ -118,10 +118,7 @@ def full_at(points: Sequence[tuple[int, float]]) -> float:
     if share >= 1:
         return nodes / share
     for (low, below), (high, above) in pairwise(points):
-        last = high == points[-1][0]
-        if below <= 0 or above <= below:
-            continue
-        if above >= 1 or last:
+        if 0 < below < above and (above >= 1 or high == points[-1][0]):
             slope = math.log(above / below) / math.log(high / low)
             at = low * (1 / below) ** (1 / slope)
             return at if at < 1e6 else math.inf

@@ -19,6 +19,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -56,11 +57,6 @@ DEADLINES_S = {"overload_goodput": 1.0, "overload_goodput_half_s": 0.5}
 SHARED_KEY = "overload_goodput_shared"
 """Goodput within a second where the callers take the server's cores from it."""
 SERVICE = "/kvstore.v1.KVStore/"
-_WAYS: dict[TransportName, tuple[str, str]] = {
-    "shm": ("", f"{ACTIVE} Unix sockets beside {IDLE} idle connections"),
-    "grpc": ("grpc_", f"{ACTIVE} gRPC connections beside {IDLE} idle ones"),
-}
-"""What the figures of a transport begin with, and who asks."""
 
 
 class Caller:
@@ -76,18 +72,20 @@ class Caller:
     def _method(self, name: str) -> Any:
         return self._channel.unary_unary(SERVICE + name, None, None)
 
-    def question(self, keys: Sequence[ChunkKey]) -> bytes:
-        digests = b"".join(key[16:] for key in keys)
-        return pb.LookupRequest(session_id=self._session_id, digests=digests).SerializeToString()
+    def prepare(self, keys: Sequence[ChunkKey]) -> None:
+        """Have a lookup of *keys* be what is asked."""
+        request = pb.LookupRequest(session_id=self._session_id)
+        request.digests = b"".join(key[16:] for key in keys)
+        self._question = request.SerializeToString()
 
-    def begin(self, question: bytes, timeout_s: float, done: Callable[[bool], None]) -> None:
+    def begin(self, timeout_s: float, done: Callable[[bool], None]) -> None:
         """Ask; *done* is told whether an answer came in time."""
-        call = self._lookup.future(question, timeout=timeout_s)
+        call = self._lookup.future(self._question, timeout=timeout_s)
         call.add_done_callback(lambda call: done(call.code() is grpc.StatusCode.OK))
 
-    def look_up(self, question: bytes) -> bool:
+    def look_up(self) -> bool:
         """Ask and wait; False for anything but an answer."""
-        return _is_answered(self._lookup, question)
+        return _is_answered(self._lookup, self._question)
 
     def is_alive(self) -> bool:
         """Whether the session still answers."""
@@ -121,8 +119,8 @@ def measure_load(report: Report, _: Path) -> None:
             stack.callback(one.close)
         gc.freeze()  # a thousand callers are one process here: their collector stops all of them
         stack.callback(gc.unfreeze)
-        for transport in ("shm", "grpc"):
-            _lookups(report, address, transport, keys[:KEYS])
+        _lookups(report, "", address, "shm", keys[:KEYS])
+        _lookups(report, "grpc_", address, "grpc", keys[:KEYS])
         _overload(report, address, keys, pid)
         alive = sum(one.is_alive() for one in idle)
         report.add("idle_connections", alive, f"sessions that still answer, of {IDLE}", "1000")
@@ -136,20 +134,19 @@ def _stored(address: str) -> list[ChunkKey]:
 
 
 def _lookups(
-    report: Report, address: str, transport: TransportName, keys: Sequence[ChunkKey]
+    report: Report, prefix: str, address: str, transport: TransportName, keys: Sequence[ChunkKey]
 ) -> None:
     small = {"transport": transport, "staging_bytes": 1 << 20, "copy_threads": 1}
     with ExitStack() as stack:
         clients = [stack.enter_context(connect(address, TINY, **small)) for _ in range(ACTIVE)]
-        asks = [lambda client=client: _is_found(client, keys) for client in clients]
+        asks = [partial(_is_found, client, keys) for client in clients]
         _closed(asks, 1.0)
         times = _steady(asks, STEADY_PER_S, STEADY_S)
         most = _closed(asks, PEAK_S)
-    prefix, shape = _WAYS[transport]
     p99_ms = float(np.percentile(times, 99)) if times else float("nan")
-    text = f"{KEYS} keys, {len(times) / STEADY_S:.0f}/s, {shape}"
+    text = f"{KEYS} keys, {len(times) / STEADY_S:.0f}/s, {ACTIVE} connections beside {IDLE} idle"
     report.add(f"{prefix}lookup_p99_ms", p99_ms, text, "50 at most")
-    report.add(f"{prefix}lookups_per_s", most, f"as fast as answered, {shape}", "1000")
+    report.add(f"{prefix}lookups_per_s", most, "the same, as fast as answered", "1000")
 
 
 def _is_found(client: Client, keys: Sequence[ChunkKey]) -> bool:
@@ -200,11 +197,11 @@ def _overload(report: Report, address: str, keys: Sequence[ChunkKey], pid: int) 
         callers = [Caller(address) for _ in range(PEAK_CALLERS)]
         for caller in callers:
             stack.callback(caller.close)
-        heavy = [caller.question(keys) for caller in callers]
+            caller.prepare(keys)
         with _cores_apart(pid):
             for key, deadline_s in DEADLINES_S.items():
-                _goodput(report, key, callers, heavy, deadline_s)
-        _goodput(report, SHARED_KEY, callers, heavy, 1.0)
+                _goodput(report, key, callers, deadline_s)
+        _goodput(report, SHARED_KEY, callers, 1.0)
 
 
 @contextmanager
@@ -229,17 +226,15 @@ def _keep_to(cores: Sequence[int], pid: int) -> None:
             os.sched_setaffinity(int(thread), cores)
 
 
-def _goodput(
-    report: Report, key: str, callers: Sequence[Caller], heavy: Sequence[bytes], deadline_s: float
-) -> None:
+def _goodput(report: Report, key: str, callers: Sequence[Caller], deadline_s: float) -> None:
     """Ask for as much as is answered and for three times that in turns: one machine does both
     sides, and what it has to give changes from second to second.
     """
-    asks = [lambda n=n: callers[n].look_up(heavy[n]) for n in range(len(callers))]
+    asks = [caller.look_up for caller in callers]
     _closed(asks, 1.0)
     shares, times_as_many, peaks = [], [], [_closed(asks, OVERLOAD_S)]
     for _ in range(OVERLOADS):
-        per_s, good_per_s = _flood(callers, heavy, OVERLOAD * peaks[-1], deadline_s)
+        per_s, good_per_s = _flood(callers, OVERLOAD * peaks[-1], deadline_s)
         peaks.append(_closed(asks, OVERLOAD_S))
         beside = (peaks[-2] + peaks[-1]) / 2
         shares.append(good_per_s / beside)
@@ -251,9 +246,7 @@ def _goodput(
     report.add(key, median(shares), text, "reported" if key == SHARED_KEY else "0.8 at least")
 
 
-def _flood(
-    callers: Sequence[Caller], questions: Sequence[bytes], rate: float, deadline_s: float
-) -> tuple[float, float]:
+def _flood(callers: Sequence[Caller], rate: float, deadline_s: float) -> tuple[float, float]:
     """Ask at *rate* whatever is answered; return what was asked, and well answered, a second.
 
     Answers count while it is asked: what is left then would be answered without any overload.
@@ -265,8 +258,7 @@ def _flood(
 
     for turn in range(asked):
         time.sleep(max(0.0, started + turn / rate - time.perf_counter()))
-        number = turn % len(callers)
-        callers[number].begin(questions[number], deadline_s, done)
+        callers[turn % len(callers)].begin(deadline_s, done)
     length_s, answered = time.perf_counter() - started, good[0]
     time.sleep(deadline_s)
     return asked / length_s, answered / length_s
@@ -281,12 +273,6 @@ DEATHS = 5
 SOAK_KEYS = (
     "wrong_bytes", "verified_reads", "memory_slope_percent_per_h", "get_deadline_overrun_ms",
 )  # fmt: skip
-SOAK = """
-import runpy, sys
-sys.path[:0] = ["src", "tests"]
-runpy.run_path(sys.argv.pop(1), run_name="__main__")
-"""
-"""What runs the soak from the checkout's root."""
 
 
 def measure_faults(report: Report, folder: Path) -> None:
@@ -297,10 +283,10 @@ def measure_faults(report: Report, folder: Path) -> None:
 
 
 def _soak(report: Report) -> None:
-    program = str(ROOT / "tests" / "faults" / "soak.py")
     done = subprocess.run(
-        [sys.executable, "-c", SOAK, program, "--minutes", str(MINUTES), "--seed", "1"],
-        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60 * MINUTES + 300,
+        [sys.executable, "tests/faults/soak.py", "--minutes", str(MINUTES), "--seed", "1"],
+        cwd=ROOT, env={**os.environ, "PYTHONPATH": "src:tests"},
+        capture_output=True, text=True, check=False, timeout=60 * MINUTES + 300,
     )  # fmt: skip
     try:
         figures = json.loads(done.stdout.splitlines()[-1])["soak"]
