@@ -1,10 +1,8 @@
 """What a server holds: connections, lookups a second, goodput in overload; and what faults cost.
 
-The callers are threads of one process: on two cores they take about as much of the machine as the
-server, so the figures are of both. Engines on the server's host ask over its Unix socket, those on
-others through gRPC: both are measured. Overload is by gRPC, where whoever reaches the port may ask
-as fast as he can. Such callers are other machines: the server has half of the cores then, at its
-peak and when flooded, and they the rest. What is lost when they share all cores is reported too.
+The callers are threads of one process, so figures are of both sides. Overload is by gRPC, where
+callers are other machines: the server has half of the cores then, and they the rest. What is lost
+when they share all cores is reported too.
 """
 
 from __future__ import annotations
@@ -41,18 +39,12 @@ from kvstore.proto.types import ROOT as FIRST
 from kvstore.proto.types import ChunkInfo, ChunkKey, Component, DType, KVLayout, LayerKind
 from kvstore.tiers.disk import DiskTier, file_bytes_for
 
-IDLE = 1000
-ACTIVE = 64
-KEYS = 32
-STEADY_PER_S = 1000
-STEADY_S = 6.0
-PEAK_CALLERS = 16
+IDLE, ACTIVE, KEYS = 1000, 64, 32
+STEADY_PER_S, STEADY_S = 1000, 6.0
+PEAK_CALLERS, PEAK_S = 16, 4.0
 HEAVY_KEYS = 1024
 """Of a lookup that costs the server far more than its caller."""
-PEAK_S = 4.0
-OVERLOAD = 3
-OVERLOADS = 5
-OVERLOAD_S = 3.0
+OVERLOAD, OVERLOADS, OVERLOAD_S = 3, 5, 3.0
 DEADLINES_S = {"overload_goodput": 1.0, "overload_goodput_half_s": 0.5}
 SHARED_KEY = "overload_goodput_shared"
 """Goodput within a second where the callers take the server's cores from it."""
@@ -112,7 +104,9 @@ def measure_load(report: Report, _: Path) -> None:
         flags = ["--tiers", "cpu", "--cpu", "256MiB", "--max-sessions", "2048"]
         flags += ["--limits", "session_ttl_ms=600000"]
         address, pid = stack.enter_context(serving(*flags))
-        keys = _stored(address)
+        with connect(address, TINY, transport="grpc") as client:
+            keys, chunks = make_chunks(client, HEAVY_KEYS, seed=1)
+            client.put_chunks(chunks)
         with ThreadPoolExecutor(32) as threads:
             idle = list(threads.map(Caller, [address] * IDLE))
         for one in idle:
@@ -124,13 +118,6 @@ def measure_load(report: Report, _: Path) -> None:
         _overload(report, address, keys, pid)
         alive = sum(one.is_alive() for one in idle)
         report.add("idle_connections", alive, f"sessions that still answer, of {IDLE}", "1000")
-
-
-def _stored(address: str) -> list[ChunkKey]:
-    with connect(address, TINY, transport="grpc") as client:
-        keys, chunks = make_chunks(client, HEAVY_KEYS, seed=1)
-        client.put_chunks(chunks)
-    return keys
 
 
 def _lookups(
@@ -169,26 +156,23 @@ def _steady(asks: Sequence[Callable[[], bool]], per_s: float, length_s: float) -
             if asks[number]():
                 times.append(1000 * (time.perf_counter() - due))
 
-    _together(work, len(asks))
+    with ThreadPoolExecutor(len(asks)) as pool:
+        list(pool.map(work, range(len(asks))))
     return times
 
 
 def _closed(asks: Sequence[Callable[[], bool]], length_s: float) -> float:
     """Have each caller ask again when it was answered; return good answers a second."""
-    good = [0] * len(asks)
     stop = time.perf_counter() + length_s
 
-    def work(number: int) -> None:
+    def work(ask: Callable[[], bool]) -> int:
+        good = 0
         while time.perf_counter() < stop:
-            good[number] += asks[number]()
+            good += ask()
+        return good
 
-    _together(work, len(asks))
-    return sum(good) / length_s
-
-
-def _together(work: Callable[[int], None], count: int) -> None:
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(work, range(count)))
+    with ThreadPoolExecutor(len(asks)) as pool:
+        return sum(pool.map(work, asks)) / length_s
 
 
 def _overload(report: Report, address: str, keys: Sequence[ChunkKey], pid: int) -> None:
@@ -266,10 +250,8 @@ def _flood(callers: Sequence[Caller], rate: float, deadline_s: float) -> tuple[f
 
 # --- faults: the soak, restarts by what a disk holds, and clients that die
 
-MINUTES = 10.0
-FRAME_BYTES = 256 << 10
-HELD_CHUNKS = 8192
-DEATHS = 5
+MINUTES, DEATHS = 10.0, 5
+FRAME_BYTES, HELD_CHUNKS = 256 << 10, 8192
 SOAK_KEYS = (
     "wrong_bytes", "verified_reads", "memory_slope_percent_per_h", "get_deadline_overrun_ms",
 )  # fmt: skip
