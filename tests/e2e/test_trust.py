@@ -31,7 +31,6 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.messages import as_message
 from kvstore.proto.types import DIGEST_BYTES, PutOutcome
-from kvstore.server.settings.settings import load_config
 
 
 @pytest.fixture(scope="module")
@@ -342,21 +341,6 @@ def test_a_certificate_that_is_revoked_is_refused_and_ends_its_sessions(
     with pytest.raises(UnauthenticatedError, match="revoked"):
         status(server, bad)
     status(server, good)
-
-
-def test_other_hosts_reach_a_server_with_both_tls_and_authentication(tmp_path: Path) -> None:
-    (file := tmp_path / "file").write_text("")
-    auth = ("--auth-keys", str(file))
-    tls = ("--tls-cert", str(file), "--tls-key", str(file))
-    hosts = ("0.0.0.0:0", "[::]:0", "192.0.2.1:0")
-    for flags in ((), auth, tls):
-        for host in hosts:
-            with pytest.raises(InvalidRequestError, match="--insecure"):
-                load_config(["--listen", host, *flags])
-            load_config(["--listen", host, "--insecure", *flags])
-        load_config(["--listen", "127.0.0.1:0", *flags])
-    for host in hosts:
-        load_config(["--listen", host, *auth, *tls])
 
 
 def test_health_has_a_port_of_its_own_that_answers_in_plain_text(tmp_path: Path) -> None:

@@ -39,7 +39,7 @@ def proxy() -> Iterator[Callable[[int], FaultProxy]]:
     made: list[FaultProxy] = []
 
     def make(port: int) -> FaultProxy:
-        made.append(FaultProxy(("127.0.0.1", port)))
+        made.append(FaultProxy(port))
         return made[-1]
 
     yield make

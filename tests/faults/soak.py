@@ -17,7 +17,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
 from faults.processes import anonymous_bytes, descriptor_count, thread_count
@@ -115,7 +115,7 @@ class Soak:
         self.redis = RedisProcess(folder / "redis")
         self.redis.start()
         stack.callback(self.redis.stop)
-        self._to_redis = stack.enter_context(FaultProxy(("127.0.0.1", self.redis.port)))
+        self._to_redis = stack.enter_context(closing(FaultProxy(self.redis.port)))
         url = f"redis://{self._to_redis.address}/0"
         (folder / "server").mkdir(mode=0o700)
         self.server = ServerProcess(folder / "server", *FLAGS, "--redis", url)
@@ -123,7 +123,7 @@ class Soak:
         self.server.start()
         stack.callback(self.server.kill)
         self._extents = folder / "server" / "disk" / "extents"
-        self._to_server = stack.enter_context(FaultProxy(("127.0.0.1", self.server.port)))
+        self._to_server = stack.enter_context(closing(FaultProxy(self.server.port)))
         self.workers = []
         for number, transport in enumerate(CLIENTS):
             address = self._to_server.address if number == BEHIND_PROXY else self.server.address

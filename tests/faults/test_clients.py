@@ -1,8 +1,7 @@
-"""Rows 9, 10 and 14: clients that are killed, hostile, or many at once."""
+"""Rows 9 and 10: clients that are killed, hostile, or many at once."""
 
 from __future__ import annotations
 
-import mmap
 import os
 import socket
 import subprocess
@@ -22,13 +21,12 @@ from faults.oracle import verified
 from faults.processes import resident_bytes
 from helpers.bare_wire import wire_to
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
-from helpers.prompts import SMALL, chunks_of, frame_of, is_right, keys_of, store
+from helpers.prompts import SMALL, frame_of, keys_of, store
 
 from kvstore.client import Client, ClientOptions
-from kvstore.client.options import TransportName
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.types import ChunkKey, PutOutcome
+from kvstore.proto.types import ChunkKey
 
 ROOT = Path(__file__).resolve().parents[2]
 CHUNKS = 4
@@ -234,68 +232,3 @@ def answers(client: Client, keys: list[ChunkKey]) -> int:
         return verified(client, keys)
     except KVStoreError:
         return -1
-
-
-def test_memory_that_a_client_was_given_to_read_can_not_be_written(server: LocalServer) -> None:
-    client = server.connect("shm")
-    keys = store(client, 1, CHUNKS)
-    assert verified(client, keys) == CHUNKS
-    cpu = server.node.store.tiers.cpu_tier
-    place = cpu.locate(keys[0])
-    assert place is not None
-    slab, size = cpu.slab_file(place.number, "default"), cpu.slab_bytes
-    try:
-        with pytest.raises(PermissionError):
-            mmap.mmap(slab, size, mmap.MAP_SHARED, mmap.PROT_READ | mmap.PROT_WRITE)
-        with pytest.raises(OSError, match=r"not permitted|Bad file"):
-            os.pwrite(slab, b"x", 0)
-        with pytest.raises(OSError):  # noqa: PT011 - EPERM or EINVAL by kernel
-            os.ftruncate(slab, 0)
-    finally:
-        os.close(slab)
-    assert verified(client, keys) == CHUNKS
-
-
-@pytest.mark.parametrize("tiers", ["cpu,disk", "cpu"])
-def test_of_many_writers_of_one_name_one_whole_version_stays(
-    make_server: ServerMaker, amount: Callable[[int, int], int], tiers: str
-) -> None:
-    """The versions differ in every byte; a reader sees one of them, the same from then on."""
-    server = make_server("--tiers", tiers)
-    transports: tuple[TransportName, ...] = ("shm", "grpc")
-    clients = [server.connect(transports[number % 2]) for number in range(8)]
-    versions = 32
-    for seed in range(amount(2, 200)):
-        keys = keys_of(clients[0], seed, 2)
-        start = threading.Barrier(versions)
-        told: list[PutOutcome] = []
-
-        def write(
-            version: int,
-            keys: list[ChunkKey] = keys,
-            start: threading.Barrier = start,
-            told: list[PutOutcome] = told,
-        ) -> None:
-            client = clients[version % len(clients)]
-            chunks = chunks_of(client, keys, version)
-            start.wait()
-            told.extend(put.outcome for put in client.put_chunks(chunks))
-
-        threads = [threading.Thread(target=write, args=(v,)) for v in range(versions)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        assert {*told} <= {PutOutcome.stored, PutOutcome.exists, PutOutcome.pending}
-        assert told.count(PutOutcome.stored) >= 2
-        for at, key in enumerate(keys):
-            seen = {matching(client, keys, at, versions) for client in clients}
-            assert len(seen) == 1, key.hex()
-
-
-def matching(client: Client, keys: list[ChunkKey], at: int, versions: int) -> int:
-    """Return which version of a chunk is there; fail when it is a mix."""
-    found = client.get_chunks(keys)[at]
-    right = [v for v in range(versions) if is_right(client, keys[at], found, v)]
-    assert len(right) == 1, "bytes of no version"
-    return right[0]

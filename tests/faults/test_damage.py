@@ -6,11 +6,10 @@ import random
 from collections.abc import Callable
 from pathlib import Path
 
-import pytest
 from conftest import ServerMaker
 from faults.oracle import verified
-from helpers.local_server import LocalServer, eventually
-from helpers.prompts import SMALL, store
+from helpers.local_server import LocalServer
+from helpers.prompts import store
 from helpers.redis_process import RedisProcess
 
 from kvstore.client import Client
@@ -152,34 +151,3 @@ def test_no_edit_of_a_value_in_redis_is_ever_wrong_bytes(
             client.delete(keys=keys)
     assert read
     assert server.counter("corrupt_chunks") + server.counter("lost_chunks")
-
-
-@pytest.mark.parametrize("damage", ["flips", "gone", "cut", "zeros"])
-def test_a_damaged_index_costs_chunks_and_never_right_ones(
-    make_server: ServerMaker, tmp_path: Path, damage: str
-) -> None:
-    first = make_server()
-    keys = store(first.connect("grpc"), 1, CHUNKS)
-    first.settled()
-    first.close()
-    (index,) = (p for p in (tmp_path / "disk" / "index").rglob("data.mdb"))
-    data = bytearray(index.read_bytes())
-    draw = random.Random(damage)
-    if damage == "flips":
-        used = len(bytes(data).rstrip(b"\0"))
-        for _ in range(200):
-            data[draw.randrange(used)] ^= 1 << draw.randrange(8)
-    if damage == "cut":
-        del data[3 * 4096 :]
-    if damage == "zeros":
-        data[2 * 4096 :] = bytes(len(data) - 2 * 4096)
-    index.unlink()
-    if damage != "gone":
-        index.write_bytes(data)
-    second = make_server()
-    client = second.connect("grpc", SMALL)
-    assert eventually(lambda: second.node.recovered_chunks <= CHUNKS)
-    for key in keys:
-        verified(client, [key])
-    fresh = store(client, 2, CHUNKS)
-    assert verified(client, fresh) == CHUNKS

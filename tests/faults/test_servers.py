@@ -26,7 +26,6 @@ from helpers.redis_process import RedisProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.proto.errors import KVStoreError
-from kvstore.proto.frame import MAGIC, VERSION
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChunkKey, PutOutcome
 
@@ -189,33 +188,6 @@ def test_a_clock_that_jumps_an_hour_ends_no_lease_early_and_no_lifetime_late(
         assert verified(client, keys) == CHUNKS
     assert process.terminate() == 0
     assert "died" not in process.errors
-
-
-def test_frames_of_a_version_to_come_are_a_clean_miss_and_their_names_can_be_put(
-    server_process: ProcessMaker, tmp_path: Path
-) -> None:
-    disk = tmp_path / "disk"
-    process = server_process("--cpu", "16MiB", "--disk", f"32MiB:{disk}")
-    process.start()
-    with Client(process.address, SMALL, OPTIONS) as client:
-        keys = keys_of(client, 1, CHUNKS)
-        client.put_chunks(chunks_of(client, keys), durable=True)
-    process.kill()
-    changed = 0
-    for path in (disk / "extents").iterdir():
-        data = bytearray(path.read_bytes())
-        at = data.find(MAGIC)
-        while at >= 0:
-            where = data.index(VERSION, at + len(MAGIC), at + len(MAGIC) + 4)
-            data[where] = VERSION + 1
-            changed += 1
-            at = data.find(MAGIC, at + 1)
-        path.write_bytes(data)
-    assert changed == CHUNKS
-    process.start()
-    with Client(process.address, SMALL, OPTIONS) as client:
-        assert [verified(client, [key]) for key in keys] == [0] * CHUNKS
-        assert verified(client, store(client, 1, CHUNKS)) == CHUNKS
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any
+from typing import Any, TypeVar
 
 from helpers.stream_messages import Sent, done, failed, kind, part, ready, receive, send
 
@@ -19,6 +19,7 @@ from kvstore.proto.frame import parse_header
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkKey
 
+M = TypeVar("M", pb.OpenPeerResponse, pb.StreamAttach)
 Message = Sent
 Lie = Callable[[Message], Iterable[Message]]
 """What is sent instead of one right message: another, several, none; it hangs up by an error."""
@@ -38,10 +39,10 @@ def peer_session(where: str, certificate: bytes = b"") -> pb.OpenPeerResponse:
     )
 
 
-def other(session: pb.OpenPeerResponse, **fields: Any) -> pb.OpenPeerResponse:
-    """Return *session* with other *fields*."""
-    found = pb.OpenPeerResponse()
-    found.CopyFrom(session)
+def other(message: M, **fields: Any) -> M:
+    """Return *message* with other *fields*."""
+    found = type(message)()
+    found.CopyFrom(message)
     for name, value in fields.items():
         setattr(found, name, value)
     return found

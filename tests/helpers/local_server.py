@@ -8,6 +8,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import lru_cache
 from pathlib import Path
+from typing import cast
 
 from helpers.prompts import SMALL
 
@@ -20,6 +21,8 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.messages import as_message
 from kvstore.proto.types import ChunkKey, Model
+from kvstore.server.bulk.tcp_server import BulkServer
+from kvstore.server.cluster.peer_tier import PeerTier
 from kvstore.server.node import Node
 from kvstore.server.settings.rules import is_auto
 from kvstore.server.settings.settings import load_config
@@ -83,6 +86,18 @@ class LocalServer:
     def address(self) -> str:
         """Where clients connect to."""
         return f"127.0.0.1:{self.node.port}"
+
+    @property
+    def streams(self) -> BulkServer:
+        """Its bulk channel, which it has."""
+        assert self.node.bulk is not None
+        return self.node.bulk
+
+    @property
+    def peer_tier(self) -> PeerTier:
+        """Its tier of other servers' memory, which it has."""
+        assert self.node.store.tiers.remote is not None
+        return cast("PeerTier", self.node.store.tiers.remote.tier)
 
     def connect(
         self,

@@ -74,10 +74,14 @@ SPOILS: dict[str, Spoil] = {
 
 
 class _Relay(socketserver.BaseRequestHandler):
-    """Hand everything on between a client and the Redis at ``port``, until told to spoil it."""
+    """Hand everything on between a client and the Redis at ``port``, until told to spoil it.
+
+    The answer to a request that has ``unanswered`` in it never comes: the client is hung up on.
+    """
 
     port: int
     spoil: Spoil | None = None
+    unanswered: bytes | None = None
 
     def handle(self) -> None:
         with socket.create_connection(("127.0.0.1", self.port)) as upstream:
@@ -91,17 +95,27 @@ class _Relay(socketserver.BaseRequestHandler):
                         spoil(self.request, data)
                         return
                     (upstream if ready is self.request else self.request).sendall(data)
+                    if self.unanswered and ready is self.request and self.unanswered in data:
+                        upstream.recv(1 << 16)
+                        return
 
 
 @contextmanager
 def relay(port: int) -> Iterator[tuple[str, type[_Relay]]]:
     """Run a relay to *port*; yield its URL and the handler whose ``spoil`` can be set."""
     handler = type("Handler", (_Relay,), {"port": port})
+    with serving(handler) as url:
+        yield url, handler
+
+
+@contextmanager
+def serving(handler: type[socketserver.BaseRequestHandler]) -> Iterator[str]:
+    """Serve connections by *handler*; yield the URL."""
     with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
         thread = threading.Thread(target=server.serve_forever, args=(0.01,))
         thread.start()
         try:
-            yield f"redis://127.0.0.1:{server.server_address[1]}", handler
+            yield f"redis://127.0.0.1:{server.server_address[1]}"
         finally:
             server.shutdown()
             thread.join()

@@ -1,10 +1,7 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import struct
-import subprocess
-import sys
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -19,7 +16,6 @@ from hypothesis import strategies as st
 
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.keys import (
-    chain_digest,
     chain_digests,
     chunk_spans,
     content_digest,
@@ -28,10 +24,7 @@ from kvstore.proto.keys import (
     representation_digest,
     tokens_le32,
 )
-from kvstore.proto.types import DType, LayerGroup, LayerKind, Model, RopeParameters
-
-GROUP = REPRESENTATION.layer_groups[0]
-ROPE = REPRESENTATION.rope
+from kvstore.proto.types import LayerGroup, Model, RopeParameters
 
 
 def u32(value: int) -> bytes:
@@ -123,97 +116,27 @@ def test_digests_are_what_the_prose_of_the_page_says(
     )
 
 
-OTHERS: dict[str, dict[str, list[Any]]] = {
-    "model": {
-        "model_id": ["example/llama2"], "model_revision": ["8f2c1e"], "quantization": ["fp8"],
-        "adapter_digest": ["sha256:01"], "tokenizer_digest": ["sha256:77ab"],
-        "layout_version": [2], "rope": [RopeParameters(10000.0, 8, "none")],
-        "layer_groups": [(replace(GROUP, layer_ids=(0,)), replace(GROUP, layer_ids=(1,)))],
-    },
-    "rope": {
-        "theta": [500000.5], "rotary_dim": [4], "scaling": ["yarn"],
-        "factors": [
-            (("factor", 8.0), ("low_freq_factor", 2.0)),
-            (("factor", 8.0), ("low_freq_factoR", 1.0)),
-            (),
-        ],
-    },
-    "group": {
-        "kind": [LayerKind.mla], "dtype": [DType.float16], "layer_ids": [(0, 2)],
-        "kv_heads": [4], "head_dim": [16], "window_tokens": [],
-    },
-}  # fmt: skip
-"""Other values of every field."""
-
-
-def test_all_different_representations_have_different_names() -> None:
-    of: dict[str, Any] = {"model": Model, "rope": RopeParameters, "group": LayerGroup}
-    for name, fields in OTHERS.items():
-        assert set(fields) == {field.name for field in dataclasses.fields(of[name])}
-    windows = [replace(GROUP, kind=LayerKind.window, window_tokens=n) for n in (1024, 2048)]
-    groups = [replace(GROUP, **{n: v}) for n, vs in OTHERS["group"].items() for v in vs]
-    ropes = [replace(ROPE, **{n: v}) for n, vs in OTHERS["rope"].items() for v in vs]
-    models = [
-        REPRESENTATION,
-        *(replace(REPRESENTATION, **{n: v}) for n, vs in OTHERS["model"].items() for v in vs),
-        *(replace(REPRESENTATION, rope=rope) for rope in ropes),
-        *(replace(REPRESENTATION, layer_groups=(group,)) for group in groups + windows),
-        replace(REPRESENTATION, model_id="ab", model_revision="c"),
-        replace(REPRESENTATION, model_id="a", model_revision="bc"),
-    ]
-    assert len({namespace(SALT, model) for model in models}) == len(models) == 24
-    assert len({representation_digest(model) for model in models}) == len(models)
-
-
-def test_tenants_with_different_salts_share_no_name() -> None:
-    salts = [b"", b"a", b"b", bytes(32), SALT]
-    assert len({namespace(salt, REPRESENTATION) for salt in salts}) == len(salts)
-    assert representation_digest(REPRESENTATION) not in {
-        namespace(salt, REPRESENTATION) for salt in salts
-    }
-
-
-def test_a_chain_digest_depends_on_all_before_it() -> None:
-    first, changed = list(range(64)), [1, *range(1, 64)]
-    assert not set(chain_digests(first, 16)) & set(chain_digests(changed, 16))
-    assert chain_digests(first, 16)[:2] == chain_digests(first[:32], 16)
-
-
-def test_extras_enter_the_first_chunk_and_so_the_whole_chain() -> None:
-    tokens = list(range(48))
-    chains = [
-        chain_digests(tokens, 16, extras)
-        for extras in [(), (b"",), (b"ab",), (b"a", b"b"), (b"b", b"a"), (b"ab", b"")]
-    ]
-    assert len({digest for chain in chains for digest in chain}) == 3 * len(chains)
-    second = chain_digest(chains[2][0], tokens_le32(tokens[16:32]))
-    assert chains[2][1] == second
-
-
-def test_prompts_are_cut_like_this() -> None:
-    for count, size, spans in [
-        (0, 16, []),
-        (15, 16, []),
-        (16, 16, [(0, 16)]),
-        (31, 16, [(0, 16)]),
-        (32, 16, [(0, 16), (16, 32)]),
-        (271, 256, [(0, 256)]),
-        (272, 256, [(0, 256), (256, 272)]),
-        (100, 8192, [(0, 100)]),
-        (-1, 16, []),
-    ]:
-        assert chunk_spans(count, size) == spans
-    assert chunk_spans(600) == [(0, 256), (256, 512), (512, 600)]
-
-
-@given(st.integers(0, 5000), st.integers(16, 8192))
+@given(st.integers(-1, 5000), st.integers(16, 8192))
 def test_spans_follow_each_other_and_leave_out_less_than_sixteen(count: int, size: int) -> None:
     spans = chunk_spans(count, size)
     edges = [0, *(stop for _, stop in spans)]
+    assert chunk_spans(count) == chunk_spans(count, 256)
     assert [start for start, _ in spans] == edges[:-1]
-    assert 0 <= count - edges[-1] < 16
+    assert 0 <= max(count, 0) - edges[-1] < 16
     assert all(stop - start == size for start, stop in spans[:-1])
     assert all(16 <= stop - start <= size for start, stop in spans)
+
+
+def test_every_field_of_a_representation_enters_its_name() -> None:
+    """As ``by_the_page`` writes them: a field that is added has to be added there."""
+    parts = {
+        Model: "model_id model_revision adapter_digest quantization layer_groups rope "
+        "tokenizer_digest layout_version",
+        RopeParameters: "theta rotary_dim scaling factors",
+        LayerGroup: "kind dtype layer_ids kv_heads head_dim window_tokens",
+    }
+    for part, names in parts.items():
+        assert {field.name for field in dataclasses.fields(part)} == set(names.split())
 
 
 def test_chunk_sizes_outside_the_limits_are_refused() -> None:
@@ -263,25 +186,3 @@ def test_token_ids_of_any_integer_type_have_the_same_bytes() -> None:
         ids = [0, 1, 77, (1 << 31) - 1]
         assert tokens_le32(np.array(ids, dtype)) == struct.pack("<4I", *ids)  # type: ignore[arg-type]
         assert tokens_le32(np.repeat(np.array(ids, dtype), 2)[::2]) == tokens_le32(ids)  # type: ignore[arg-type]
-
-
-def test_token_ids_reach_to_the_end_of_their_range() -> None:
-    assert tokens_le32([(1 << 32) - 1, 0]) == b"\xff\xff\xff\xff\0\0\0\0"
-    assert tokens_le32([]) == b""
-
-
-def test_names_do_not_depend_on_the_process() -> None:
-    script = (
-        "from golden.samples import *\n"
-        "print(template().key.hex(), ' '.join(d.hex() for d in chain_digests(TOKENS, 16, EXTRA)))"
-    )
-    found = set()
-    for seed in ("0", "1", "4242"):
-        env = {**os.environ, "PYTHONHASHSEED": seed, "PYTHONPATH": os.pathsep.join(sys.path)}
-        run = subprocess.run([sys.executable, "-c", script], env=env, check=True,
-                             capture_output=True, text=True)  # fmt: skip
-        found.add(run.stdout.strip())
-    page = vectors()
-    assert found == {
-        " ".join(page[name] for name in ("key_1", "chain_0_with_extras", "chain_1_with_extras"))
-    }

@@ -105,11 +105,7 @@ def test_vllm_49889_a_cancelled_read_writes_no_byte_after_it_was_cancelled(
     server: LocalServer, way: str
 ) -> None:
     """vllm#49889, vllm-ascend#16662, liburing#249: whoever cancelled a read used its memory for
-    something else, and the read wrote into that.
-
-    Here each of a thousand cancelled reads has ended when its caller goes on: what the caller
-    writes from then on stays as it is.
-    """
+    something else, and the read wrote into that."""
 
     async def work() -> None:
         async with connect(server) as client:
@@ -134,9 +130,7 @@ def test_vllm_49889_a_cancelled_read_writes_no_byte_after_it_was_cancelled(
 
 
 def test_vllm_49889_a_cancelled_put_reads_its_tensors_no_more(server: LocalServer) -> None:
-    """The other direction: what a caller writes to its tensors behind a cancelled put is never
-    stored.
-    """
+    """The other direction: what a caller then writes to its tensors is never stored."""
 
     async def work() -> None:
         async with connect(server, "grpc") as client:
@@ -210,11 +204,7 @@ def test_a_read_that_was_cancelled_twice_has_ended_too(server: LocalServer) -> N
 
 
 def test_turbovec_342_puts_go_ahead_of_the_lookups_that_wait_for_them(server: LocalServer) -> None:
-    """turbovec#342: readers held every thread of a pool, waiting for writers that needed one.
-
-    Here 40 lookups of one client wait for announced chunks, and then the same client puts these:
-    the puts do not wait for the lookups' time to be up, and every lookup finds its chunks.
-    """
+    """turbovec#342: readers held every thread of a pool, waiting for writers that needed one."""
 
     async def work() -> None:
         async with connect(server) as client, connect(server) as writer:

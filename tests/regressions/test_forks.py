@@ -54,11 +54,7 @@ def test_grpc_13873_a_client_is_used_on_both_sides_of_a_fork(
     server: ServerProcess, transport: str
 ) -> None:
     """grpc#13873, #12455 and #13464, pytorch#39570, py-lmdb#346: what was opened before a fork was
-    used by parent and child, which took each other's answers, hung or crashed.
-
-    Here the parent and two children put, look up and get at once, blocking and by asyncio. With
-    one staging memory for all three, wrong bytes were stored and read as hits.
-    """
+    used by parent and child, which took each other's answers, hung or crashed."""
     assert faults_of(server, "twice", transport) == []
 
 
@@ -74,9 +70,7 @@ def test_grpc_12455_a_child_that_closes_its_client_ends_nothing_of_the_parents(
 def test_grpc_13464_the_parents_calls_go_on_through_a_fork(
     server: ServerProcess, transport: str
 ) -> None:
-    """A fork while other threads are inside gRPC leaves a child that cannot use it, and may crash
-    the parent: "Other threads are currently calling into gRPC, skipping fork() handlers".
-    """
+    """Of a fork while threads are inside gRPC: "Other threads are currently calling into gRPC"."""
     assert faults_of(server, "busy", transport) == []
 
 
@@ -93,9 +87,7 @@ def test_grpc_13464_a_fork_does_not_wait_for_a_stream_of_events(server: ServerPr
 def test_grpc_13464_a_hung_server_is_asked_for_no_longer_than_a_fork_waits(
     server: ServerProcess,
 ) -> None:
-    """The thread that beats asked for as long as the client's deadline, longer than a fork waits:
-    gRPC was lost to the child.
-    """
+    """The thread that beats asked for longer than a fork waits: gRPC was lost to the child."""
     connection = Connection(server.address, retry_after_ms=1)
     connection.call("Status", pb.StatusRequest(), 2000, object)
     server.send_signal(signal.SIGSTOP)
@@ -148,10 +140,7 @@ def test_pytorch_39570_a_fork_while_threads_are_inside_a_connector_leaves_no_loc
 def test_skein_179_clients_that_are_dropped_leave_nothing_open(
     server: ServerProcess, transport: str
 ) -> None:
-    """skein#179, grpc#6619 and #21995: clients that nobody closed kept threads and connections.
-
-    300 of them, one after the other, on a server of 256 sessions.
-    """
+    """skein#179, grpc#6619, #21995: clients that nobody closed kept threads and connections."""
     assert faults_of(server, "dropped", transport) == []
 
 

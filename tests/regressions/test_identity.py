@@ -39,13 +39,8 @@ OTHERS = {
 
 
 def test_vllm_44250_kv_of_another_identity_is_a_miss(server: LocalServer) -> None:
-    """vllm#44250 (and LMCache#2961, vllm#42119): LMCache's connector named chunks by tokens and
-    salt alone, so a second LoRA adapter was given three chunks that the first had stored; the
-    same was seen for data types, layouts and revisions of weights.
-
-    Here all of that is in every name. Another identity finds nothing, stores its own under the
-    same tokens, and each reads its own.
-    """
+    """vllm#44250, #42119, LMCache#2961: chunks were named by tokens and salt alone, and a second
+    LoRA adapter was given what the first had stored; so were other types, layouts and revisions."""
     one = PlainEngine(server.connect())
     assert one.store(PROMPT) == 4
     for field, kind in OTHERS.items():
@@ -76,13 +71,8 @@ with Client(sys.argv[1], SMALL, ClientOptions(chunk_tokens=16, deadline_ms=20_00
 
 
 def test_lmcache_1139_processes_with_other_hash_seeds_share_chunks(server: LocalServer) -> None:
-    """LMCache#1139 and #2136: names began with Python's own hash, of a random seed in each process
-    and of ``None`` at a random address, so no process found what another had stored, for a part
-    of them even with the seed set.
-
-    Here the hash is written down (docs/format.md): what a process of another seed stores is
-    found in this one, under the same names.
-    """
+    """LMCache#1139, #2136: names began with Python's own hash, of a random seed in each process, so
+    no process found what another had stored."""
     env = {**os.environ, "PYTHONHASHSEED": "4242", "PYTHONPATH": os.pathsep.join(sys.path)}
     command = [sys.executable, "-c", CHILD, server.address]
     run = subprocess.run(command, env=env, check=True, capture_output=True, text=True)
@@ -132,12 +122,8 @@ def other_version(no_leaks: None) -> Iterator[tuple[str, OtherVersion]]:
 def test_vllm_33440_a_server_of_another_version_costs_hits_and_no_request(
     other_version: tuple[str, OtherVersion],
 ) -> None:
-    """vllm#33440, #34136 and LMCache#2570: a store and an engine of versions that do not fit could
-    be imported together, and failed once requests moved KV.
-
-    Here features that are not known are ignored, a method that the server lacks is an error of
-    the store, and the connector makes it a counted miss.
-    """
+    """vllm#33440, #34136, LMCache#2570: a store and an engine of versions that do not fit could be
+    imported together, and failed once requests moved KV."""
     address, service = other_version
     with Client(address, SMALL, ClientOptions("auto", 16, DEADLINE_MS)) as client:
         engine = PlainEngine(client)
@@ -152,9 +138,7 @@ def test_vllm_33440_a_server_of_another_version_costs_hits_and_no_request(
 def test_lmcache_2570_a_session_of_an_earlier_start_is_opened_again(
     make_server: ServerMaker, server: LocalServer
 ) -> None:
-    """The same after an upgrade under a running engine: another start of the server has another
-    boot id, which every reply carries; the client opens a session there and goes on.
-    """
+    """The same after an upgrade under a running engine: another start has another boot id."""
     client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, retry_after_ms=20))
     engine = PlainEngine(client)
     engine.store(PROMPT)

@@ -65,13 +65,8 @@ def states(server: LocalServer, keys: list[ChunkKey]) -> list[str]:
 def test_lmcache_4247_a_prefix_of_a_hybrid_model_ends_where_its_state_was_kept(
     server: LocalServer,
 ) -> None:
-    """LMCache#4247 (and #2845, #4094, Mooncake#2236): of models with Mamba layers the attention's
-    KV was found, the engine skipped the whole prefix for all layers, and the recurrent state of
-    its end had never been loaded: two in five answers were garbage, silently; others never hit.
-
-    Here a hit needs all components. Of four chunks the second has the states of its end: a
-    prompt hits two, all of them right, and with the states of the last it hits four.
-    """
+    """LMCache#4247, #2845, #4094, Mooncake#2236: of models with Mamba layers the attention's KV was
+    found, and the recurrent state of its end never loaded: two in five answers were garbage."""
     client = server.connect("auto", HYBRID)
     keys = keys_of(client, 1, CHUNKS)
     bare = KVLayout.of(HYBRID, 16, state=False)
@@ -93,9 +88,7 @@ def test_lmcache_4247_a_prefix_of_a_hybrid_model_ends_where_its_state_was_kept(
 def test_lmcache_4094_a_prefix_of_a_sliding_window_has_the_window_of_its_end(
     server: LocalServer,
 ) -> None:
-    """The same for layers that see the last tokens only: what of them an engine no longer had when
-    it stored is not there, and a prompt ends where the window is.
-    """
+    """The same for layers that see the last tokens only: a prompt ends where the window is."""
     client = server.connect("auto", SLIDING)
     keys = keys_of(client, 1, CHUNKS)
     bare, whole = KVLayout.of(SLIDING, 16, window=False), KVLayout.of(SLIDING, 16)
@@ -119,12 +112,8 @@ def sliced(chunks: list[Chunk], rank: int, ranks: int) -> list[Chunk]:
 def test_lmcache_2903_what_two_ranks_stored_one_reads_and_the_other_way_round(
     server: LocalServer,
 ) -> None:
-    """LMCache#2903, #3266, vllm PR#53129: the rank and the number of ranks are in the names, so an
-    engine with four ranks found nothing of what one with one or two had stored.
-
-    Here chunks are of the model. Two ranks store their heads, and nobody sees a half; a single
-    rank then reads all of it, four ranks a quarter each, and what one rank stores two read.
-    """
+    """LMCache#2903, #3266, vllm PR#53129: rank and number of ranks were in the names, so an engine
+    with four ranks found nothing of what one with one or two had stored."""
     options = ClientOptions("auto", chunk_tokens=64, deadline_ms=DEADLINE_MS)
     ranks = [server.connect("auto", MEDIUM, options) for _ in range(2)]
     single = server.connect("auto", MEDIUM, options)

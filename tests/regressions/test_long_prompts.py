@@ -90,11 +90,7 @@ def test_vllm_44780_a_prompt_longer_than_one_request_is_a_hit_to_its_end(
     address: str, chunk_tokens: int
 ) -> None:
     """vllm#44780, sglang#17018: of prompts past a limit on blocks or keys in one call nothing was
-    found, though all of it was stored.
-
-    Here 4,097 chunks of 16 tokens, and 4,688 of 256, are one more than a request takes and many
-    more; all of them are stored, found and read, and of a long prompt that shares ten chunks, ten.
-    """
+    found, though all of it was stored. Here: one more than a request takes, and many more."""
     count = {16: 65_552, 256: 1_200_000}[chunk_tokens]
     prompt = np.random.default_rng(chunk_tokens).integers(0, 32_000, count)
     options = ClientOptions(chunk_tokens=chunk_tokens, deadline_ms=60_000)
@@ -115,9 +111,8 @@ def test_vllm_44780_a_prompt_longer_than_one_request_is_a_hit_to_its_end(
 def test_vllm_44780_a_prompt_longer_than_one_request_is_blended_to_its_end(
     address: str, transport: TransportName
 ) -> None:
-    """Here 1,100 chunks, of which a Resolve and a report take 1,024: one document that another
-    prompt had behind another head, and a prompt that was put itself.
-    """
+    """1,100 chunks, of which a Resolve and a report take 1,024: a document behind another head, and
+    a prompt that was put itself."""
     document = tokens(44_780, 1_099 * 16)
     options = ClientOptions(transport, chunk_tokens=16, deadline_ms=60_000)
     with Client(address, TINY, options) as client:
@@ -145,9 +140,7 @@ def test_vllm_44780_a_prompt_longer_than_one_request_is_blended_to_its_end(
 def test_vllm_44780_a_prompt_longer_than_one_request_is_explained_to_its_end(
     address: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Here 4,200 chunks, of which 4,097 were put and one of them dropped, are more than a request
-    takes: each has its reason, and what lies behind the gap, in later requests too, is behind it.
-    """
+    """4,200 chunks, of which 4,097 were put and one of them dropped: each has its reason."""
     prompt = np.random.default_rng(3).integers(0, 32_000, 4_200 * 16).tolist()
     path = tmp_path / "tokens.json"
     path.write_text(json.dumps(prompt))

@@ -47,9 +47,7 @@ def drive(peer: LMCache, folder: Path, **settings: float) -> Any:
 
 
 def test_lmcache_3388_damaged_files_are_loaded_as_hits(lmcache: LMCache, tmp_path: Path) -> None:
-    """Pain 1: one bit of each of its files is flipped. Every object comes back as loaded, and
-    none is what was stored. What must hold here: test_wrong_bytes.py.
-    """
+    """Pain 1: a bit of each file is flipped. What must hold here: test_wrong_bytes.py."""
     folder = tmp_path / "files"
     folder.mkdir()
     said = drive(lmcache, folder)
@@ -60,9 +58,7 @@ def test_lmcache_3388_damaged_files_are_loaded_as_hits(lmcache: LMCache, tmp_pat
 def test_lmcache_4725_files_pass_the_capacity_that_was_set(
     lmcache: LMCache, tmp_path: Path
 ) -> None:
-    """Pain 4: 8 MiB are kept under a ``max_capacity_gb`` of 4 MB. What must hold here:
-    test_room.py.
-    """
+    """Pain 4: 8 MiB under a ``max_capacity_gb`` of 4 MB. What must hold here: test_room.py."""
     folder = tmp_path / "files"
     folder.mkdir()
     assert drive(lmcache, folder, max_capacity_gb=0.004)["held_bytes"] > 8_000_000
@@ -80,9 +76,8 @@ def serving(peer: LMCache, folder: Path) -> Iterator[Server]:
 
 
 def test_lmcache_4817_much_of_a_burst_is_dropped(lmcache: LMCache, tmp_path: Path) -> None:
-    """Pain 3: chunks stored faster than its eviction keeps up are gone, without an error to who
-    stored them. What must hold here: test_room.py, and tests/e2e/test_lifecycle.py at 2,000 chunks.
-    """
+    """Pain 3: what is stored faster than its eviction keeps up is gone, without an error to who
+    stored it. What must hold here: test_room.py, and e2e/test_lifecycle.py at 2,000 chunks."""
     with serving(lmcache, tmp_path / "files") as server, server.client(1000) as client:
         client.ask(f"store 0 {BURST_CHUNKS}")
         read = client.ask(f"read {BURST_CHUNKS} 0")
@@ -93,8 +88,7 @@ def test_lmcache_4817_much_of_a_burst_is_dropped(lmcache: LMCache, tmp_path: Pat
 
 def test_lmcache_4676_a_server_that_hangs_is_waited_for(lmcache: LMCache, tmp_path: Path) -> None:
     """Pain 7: its server is stopped, and a client that was connected waits on: ten seconds and
-    more, where ours has its answer at the deadline. What must hold here: test_time.py.
-    """
+    more. What must hold here: test_time.py."""
     with serving(lmcache, tmp_path / "files") as server, server.client(1000) as client:
         assert client.ask("store 0 4")["stored"] == 4
         stopped = [

@@ -32,12 +32,8 @@ OPTIONS = ClientOptions("auto", chunk_tokens=64, deadline_ms=DEADLINE_MS, retry_
 def test_lmcache_4817_puts_past_the_size_of_memory_all_find_room(
     make_server: ServerMaker, tmp_path: Path
 ) -> None:
-    """LMCache#4817: one of the documented eviction policies raised in the eviction thread, the
-    thread died, memory filled up and froze, and every later store was skipped without an error;
-    #3187: the same from an allocator that eviction could not keep up with.
-
-    Here whoever needs room makes it: a burst of many times the memory is stored whole.
-    """
+    """LMCache#4817, #3187: the eviction thread died or fell behind, memory filled up, and every
+    later store was skipped without an error."""
     server = make_server(
         "--cpu", "16MiB", "--disk", f"64MiB:{tmp_path / 'disk'}", "--write", "evict"
     )
@@ -64,13 +60,8 @@ def disk_bytes(folder: Path) -> int:
 def test_lmcache_4725_the_disk_stays_within_its_size_over_kills(
     server_process: Callable[..., ServerProcess],
 ) -> None:
-    """LMCache#4725: a disk limited to 4 TB held 14 TB after two days, as the limit was a figure
-    for reports unless a second setting was made; #1454: after a restart what lay there already
-    did not count.
-
-    Here all room is taken at the first start: three times the disk's size is written, the server
-    is killed with -9 and started again, and the folder takes the same at every look.
-    """
+    """LMCache#4725: a disk limited to 4 TB held 14 TB after two days, as the limit was a figure for
+    reports; #1454: after a restart what lay there already did not count."""
     process = server_process("--cpu", "16MiB", "--disk", "32MiB:disk")
     folder = process.socket_path.parent / "disk"
     looks, counts = [], []
@@ -97,13 +88,8 @@ def test_lmcache_4725_the_disk_stays_within_its_size_over_kills(
 def test_lmcache_1034_a_prompt_that_was_found_and_never_loaded_is_let_go(
     make_server: ServerMaker, way: str, lease_ttl_ms: int
 ) -> None:
-    """LMCache#1034: a lookup pinned chunks, and those that were then not loaded (the engine had
-    them, or gave the request up) stayed pinned for ever; #3381: others were let go twice, and a
-    count went below nothing.
-
-    Here what a session found is the session's: let go once by a release however often it is
-    called, at the end of its time, or with the session. Memory is then free to the last chunk.
-    """
+    """LMCache#1034: chunks that a lookup pinned and nobody loaded stayed pinned for ever; #3381:
+    others were let go twice, and a count went below nothing."""
     server = make_server("--tiers", "cpu", "--cpu", "16MiB", "--lease-ttl-ms", str(lease_ttl_ms))
     client = server.connect("auto", MEDIUM, OPTIONS)
     keys = store(client, 1, CHUNKS)
@@ -126,12 +112,8 @@ def test_lmcache_1034_a_prompt_that_was_found_and_never_loaded_is_let_go(
 def test_mooncake_3452_prompts_that_never_return_cost_a_bounded_memory(
     make_server: ServerMaker,
 ) -> None:
-    """Mooncake#3452: with random prompts the master kept metadata of every page it ever saw, some
-    25 million of them, and was killed for its memory; #834 the same.
-
-    Here chunks in tables are those on tiers, and twice as many ghosts or as many as the setting
-    says: many times the prompts leave the tables as they were.
-    """
+    """Mooncake#3452, #834: the master kept metadata of every page it ever saw, some 25 million of
+    them, and was killed for its memory."""
     server = make_server("--tiers", "cpu", "--cpu", "4MiB", "--limits", "ghost_limit=200")
     kind = make_representation(layers=2, kv_heads=2, head_dim=64)
     client = server.connect("auto", kind)
@@ -151,10 +133,7 @@ def test_mooncake_1753_idle_clients_leave_descriptors_for_a_put(
     server_process: Callable[..., ServerProcess],
 ) -> None:
     """Mooncake#1753, hhvm#119: connections took every descriptor, and what was needed next could
-    not be opened: there a file, here a slab ("Too many open files") for as long as clients stayed.
-
-    Here slabs are counted first, and the Unix socket has a share of what is left.
-    """
+    not be opened: there a file, here a slab."""
     slabs = ("--cpu", "16MiB", "--limits", "cpu_slab_bytes=512KiB")
     process = server_process(*slabs, "--tiers", "cpu", "--log-level", "warning")
     process.launcher = ["sh", "-c", 'ulimit -n 256; exec "$@"', "sh"]
@@ -215,9 +194,8 @@ def small_cgroup() -> Iterator[Path]:
 def test_kubernetes_114142_a_tier_larger_than_the_memory_limit_is_refused_at_the_start(
     server_process: Callable[..., ServerProcess], small_cgroup: Path
 ) -> None:
-    """kubernetes#114142, juicefs-csi#1667: a cache larger than its container's memory limit was
-    accepted, and the process killed once it was full enough.
-    """
+    """kubernetes#114142, juicefs-csi#1667: it was accepted, and the process killed once it was
+    full."""
     enter = f'echo $$ > {small_cgroup / "cgroup.procs"}; exec "$@"'
     too_large = server_process("--cpu", "192MiB", "--tiers", "cpu")
     too_large.launcher = ["sh", "-c", enter, "sh"]

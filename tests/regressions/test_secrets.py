@@ -107,10 +107,7 @@ def test_langfuse_k8s_121_a_password_of_any_characters_opens_the_redis_of_the_ch
     bundled: BundledRedis, what: str
 ) -> None:
     """sentry-kubernetes/charts#410, langfuse-k8s#121, harbor-helm#214, redis-py#1171: a password
-    that was put into a URL, or a line of a configuration, as it stood was cut or changed there.
-
-    Here both sides read it from a file, and only who has it gets in.
-    """
+    that was put into a URL, or a line of a configuration, as it stood was cut or changed there."""
     bundled.password.write_bytes(ODD[what].encode())
     with bundled.started() as port:
         connect = bundled.access(port)
@@ -123,10 +120,8 @@ def test_langfuse_k8s_121_a_password_of_any_characters_opens_the_redis_of_the_ch
 def test_redis_py_1171_a_thousand_random_passwords_are_the_same_on_both_sides(
     bundled: BundledRedis, own_redis: RedisProcess, tmp_path: Path
 ) -> None:
-    """sentry-kubernetes/charts#410: a random password in base64 broke the URL it was put into.
-
-    Of 1,000 such passwords 380 did, in a chart that composed it so.
-    """
+    """sentry-kubernetes/charts#410: of 1,000 passwords in base64, 380 broke the URL they were put
+    into."""
     draw = random.Random(410)
     passwords = [base64.b64encode(draw.randbytes(24)).decode() for _ in range(1000)]
     assert sum("/" in one or "+" in one for one in passwords) > 500

@@ -29,12 +29,8 @@ def pickled_mkdir(folder: Path) -> bytes:
 def test_sglang_24618_no_bytes_of_a_stranger_are_unpickled(
     make_server: ServerMaker, tmp_path: Path
 ) -> None:
-    """CVE-2025-32444 and sglang#24618: ``pickle.loads`` on what came over a TCP socket of ZeroMQ
-    ran whatever any host that reached it had written.
-
-    Here a pickle that would make a folder goes to every socket that the server has. There is no
-    folder, and the server serves on.
-    """
+    """CVE-2025-32444, sglang#24618: ``pickle.loads`` on what came over a TCP socket of ZeroMQ ran
+    whatever any host that reached it had written."""
     server = make_server("--bulk", "127.0.0.1:0", "--http", "127.0.0.1:0")
     engine = PlainEngine(server.connect("tcp"))
     assert engine.store(PROMPT) == 4
@@ -61,11 +57,7 @@ def test_lmcache_5128_the_pages_take_nothing(
     make_server: ServerMaker, tmp_path: Path, path: str, answer: str
 ) -> None:
     """LMCache#5128: an HTTP endpoint ran the script that it was sent, without authentication, on
-    all interfaces by default.
-
-    Here there are only pages over HTTP, metrics and a dashboard, on an address that has to be
-    given: what is posted to them is neither run nor obeyed.
-    """
+    all interfaces by default."""
     server = make_server("--http", "127.0.0.1:0")
     engine = PlainEngine(server.connect())
     assert engine.store(PROMPT) == 4

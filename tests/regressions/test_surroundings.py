@@ -33,10 +33,7 @@ def test_grpc_9989_a_proxy_in_the_environment_does_not_cut_anybody_off(
     server_process: ProcessMaker,
 ) -> None:
     """grpc#9989, #11896, #15942, #29718: gRPC sent even calls to the loopback to the proxy that
-    ``http_proxy`` names, for the browsers of the host, and nothing answered any more.
-
-    Here no call goes through a proxy: a store is on the same host or in the same cluster.
-    """
+    ``http_proxy`` names, for the browsers of the host, and nothing answered any more."""
     server = server_process("--cpu", "16MiB", "--tiers", "cpu")
     server.start()
     nowhere = dict.fromkeys(
@@ -74,10 +71,7 @@ def spawn(*flags: str, stdout: int = subprocess.PIPE) -> subprocess.Popen[str]:
 
 
 def test_lmcache_4267_an_address_is_printed_as_clients_take_it(on_ipv6: None) -> None:
-    """LMCache#4267 and faup#70: the port of an IPv6 address could not be told from its end.
-
-    Here the address that the server prints is one that a client connects to.
-    """
+    """LMCache#4267, faup#70: the port of an IPv6 address could not be told from its end."""
     server = spawn("--tiers", "cpu", "--listen", "[::1]:0")
     try:
         assert server.stdout is not None
@@ -107,10 +101,7 @@ def test_lmcache_4267_a_name_that_does_not_resolve_is_said_so(flags: tuple[str, 
 
 def test_readers_of_the_output_may_go() -> None:
     """``kvstore-server | head -1``, and a log whose reader ended: BrokenPipeError as status 1 or in
-    the calls that were to be logged.
-
-    Here what nobody reads is lost, and nothing else.
-    """
+    the calls that were to be logged."""
     server = spawn("--tiers", "cpu", "--listen", "127.0.0.1:0")
     assert server.stdout is not None
     assert server.stderr is not None
@@ -142,10 +133,7 @@ def test_a_broken_pipe_is_no_failure_of_the_server() -> None:
 
 
 def test_a_hangup_ends_no_server(server_process: ProcessMaker, tmp_path: Path) -> None:
-    """SIGHUP has daemons read their settings again: here it ended the server undrained.
-
-    What can be read again, keys and certificates, is when it is replaced; the server goes on.
-    """
+    """SIGHUP has daemons read their settings again: here it ended the server undrained."""
     ring = KeyRing(tmp_path / "keys")
     first = ring.make("acme")
     server = server_process("--tiers", "cpu", "--cpu", "16MiB", "--auth-keys", str(ring.path))

@@ -33,14 +33,8 @@ RANKS = [replace(MEDIUM, adapter_digest=f"none+tp={rank}/2") for rank in range(2
 def test_lmcache_1467_what_two_ranks_were_promised_both_read_under_pressure(
     make_server: ServerMaker,
 ) -> None:
-    """LMCache#1467: once Redis evicted, the ranks of a model found prefixes of different lengths
-    and the engine ended with a fatal error; #4133: between the scheduler's lookup and a worker's
-    load, as long as a request waits, chunks were evicted, and fewer tokens came than promised;
-    Mooncake#4239: a lease of a fixed time ended while bytes were still on their way.
-
-    Here each rank leases what it found. Memory is then written over many times, and both read
-    all of it, right, however long they wait.
-    """
+    """LMCache#1467, #4133, Mooncake#4239: between a lookup and the loads chunks were evicted, or a
+    lease of a fixed time ended; ranks found prefixes of different lengths and the engine ended."""
     server = make_server("--tiers", "cpu", "--cpu", "16MiB")
     ranks = [server.connect("auto", kind, OPTIONS) for kind in RANKS]
     prompts = [store(rank, 1, CHUNKS) for rank in ranks]
@@ -75,12 +69,8 @@ def test_lmcache_4133_a_load_without_a_lease_is_a_shorter_prefix_and_never_a_wro
 def test_lmcache_4676_a_server_that_hangs_costs_one_deadline_and_then_nothing(
     server_process: Callable[..., ServerProcess],
 ) -> None:
-    """LMCache#4676: the server locked itself up for good, holding the interpreter; #4642, #4670,
-    vllm#45387: engines waited for an answer without an end, until a watchdog killed them.
-
-    Here the server is stopped with SIGSTOP under a connected engine. One load ends as a counted
-    miss by its deadline, the next do not even ask, and after SIGCONT there are hits again.
-    """
+    """LMCache#4676, #4642, #4670, vllm#45387: a server locked itself up for good, and engines
+    waited for an answer without an end, until a watchdog killed them."""
     process = server_process("--tiers", "cpu", "--cpu", "16MiB")
     process.start()
     prompt = tokens(1, 64)
@@ -103,12 +93,8 @@ def test_lmcache_4676_a_server_that_hangs_costs_one_deadline_and_then_nothing(
 
 
 def test_lmcache_1938_what_is_sooner_computed_than_loaded_is_computed(server: LocalServer) -> None:
-    """LMCache#1938: the time to the first token doubled with the cache; sglang#31398, LMCache#4797
-    the same: whatever was found was loaded, whatever that took.
-
-    Here a lookup says what to load and what to compute, never slower than to compute all of it
-    by the engine's own model, and an engine that is faster than the store loads nothing.
-    """
+    """LMCache#1938, #4797, sglang#31398: whatever was found was loaded, whatever that took, and the
+    time to the first token doubled with the cache."""
     prompt = tokens(1, 64)
     client = server.connect()
     PlainEngine(client).store(prompt)
@@ -148,13 +134,8 @@ LONG = 512
 def test_a_prompt_stored_among_others_is_looked_up_as_soon_as_one_stored_alone(
     make_server: ServerMaker,
 ) -> None:
-    """Found by measuring: of prompts whose chunks were put in turns with those of others, a lookup
-    of 512 took 13 to 17 ms of processor time.
-
-    Here every prompt's chunks lie among those of three others, and the first lookup of each, in
-    an order in which its keys neither lie nor were asked for before, takes a few milliseconds with
-    the client's part and this process's other threads, whatever the order.
-    """
+    """Of prompts whose chunks were put in turns with those of others, a lookup of 512 took 13 to 17
+    ms of processor time. Here the first lookup of each is timed."""
     server = make_server("--tiers", "cpu", "--cpu", "64MiB")
     kind = make_representation(1, 1, 4)
     client = server.connect(representation=kind, options=ClientOptions(chunk_tokens=16))
@@ -181,13 +162,8 @@ NAMES = 16
 def test_redis_flushall_leaves_no_server_that_says_a_chunk_is_there_and_does_not_bring_it(
     make_server: ServerMaker, own_redis: RedisProcess, tmp_path: Path
 ) -> None:
-    """FLUSHALL of a Redis that servers share, as operators do it, a restart without its file, or a
-    failover to an empty replica: puts were answered ``exists`` out of memory, Redis stayed without
-    them, and other nodes never saw them.
-
-    Here what is put again is copied again within a second, and so is, some seconds later, what
-    nobody put: a node that comes by then loads both.
-    """
+    """Of FLUSHALL, a restart without its file or a failover to an empty replica: puts were answered
+    ``exists`` out of memory, Redis stayed without them, and other nodes never saw them."""
     own_redis.start()
     shared = ("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-size", "64MiB")
     first = PlainEngine(make_server(*shared).connect())

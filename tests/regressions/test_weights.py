@@ -83,11 +83,7 @@ def test_sglang_24758_checkpoints_of_one_name_never_read_each_others_pages(
     experiments: tuple[str, str, str], pages: Pages, revision: str
 ) -> None:
     """sglang#24758, #33268: an engine is known by the name that it serves, which checkpoints of
-    several runs have, so one was given what another had stored.
-
-    Here what the files of a folder hold is in the name, whatever the revision says: another
-    checkpoint finds nothing, and a copy of the same one finds all.
-    """
+    several runs have, so one was given what another had stored."""
     one, other, copy = (pages(folder, revision) for folder in experiments)
     assert one.store(HASHES, [one.page(number) for number in range(3)], ()) == [True] * 3
     assert (other.count(HASHES), copy.count(HASHES)) == (0, 3)
@@ -131,13 +127,21 @@ class Words:
         return {str(number): number for number in range(96)}
 
 
+SIZES: dict[str, Any] = {
+    "vocab_size": 96, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2,
+    "num_attention_heads": 4, "num_key_value_heads": 2,
+}  # fmt: skip
+
+
 def llama(seed: int = 3) -> Any:
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=512,
-    )  # fmt: skip
-    model: Any = LlamaForCausalLM(config)
+    model: Any = LlamaForCausalLM(LlamaConfig(**SIZES, max_position_embeddings=512))
+    return model.eval()
+
+
+def windowed() -> Any:
+    torch.manual_seed(3)
+    model: Any = MistralForCausalLM(MistralConfig(**SIZES, sliding_window=40))
     return model.eval()
 
 
@@ -174,10 +178,7 @@ def test_lmdeploy_4917_after_weights_changed_nothing_older_is_loaded(
     server: LocalServer, change: Callable[[Any], None]
 ) -> None:
     """lmdeploy#4917, vllm#9744, NeMo-RL#4018: training puts new weights into an engine that runs,
-    and prompts went on from KV of the old ones, 161 of 162 tokens here.
-
-    Here each generate looks at the weights first. What it stores is of the new ones alone.
-    """
+    and prompts went on from KV of the old ones."""
     model = llama()
     engine = connector(server, model)
     assert engine.generate(PROMPT, max_new_tokens=4).hit_tokens == 0
@@ -188,16 +189,6 @@ def test_lmdeploy_4917_after_weights_changed_nothing_older_is_loaded(
     assert engine.load(PROMPT)[1] == 149
     # An engine that begins with the old weights is given those.
     assert connector(server, llama()).load(PROMPT)[1] == 149
-
-
-def windowed() -> Any:
-    torch.manual_seed(3)
-    config = MistralConfig(
-        vocab_size=96, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
-        num_attention_heads=4, num_key_value_heads=2, sliding_window=40,
-    )  # fmt: skip
-    model: Any = MistralForCausalLM(config)
-    return model.eval()
 
 
 @pytest.mark.parametrize("make", [llama, windowed])
@@ -285,38 +276,27 @@ def test_weights_that_were_replaced_are_freed_before_the_next_prompt(server: Loc
     assert is_there() is None
 
 
-def no_one(engine: Any) -> None:
-    """Leave it to ``save``."""
+NOTICES: dict[str, Callable[[Any], object]] = {
+    "nobody before save": lambda engine: None,
+    "reset": lambda engine: engine.reset(),
+    "load": lambda engine: engine.load(OTHER),
+    "generate": lambda engine: engine.generate(OTHER, max_new_tokens=1),
+}
 
 
-def by_reset(engine: Any) -> None:
-    engine.reset()
-
-
-def by_load(engine: Any) -> None:
-    engine.load(OTHER)
-
-
-def by_generate(engine: Any) -> None:
-    engine.generate(OTHER, max_new_tokens=1)
-
-
-@pytest.mark.parametrize("notices", [no_one, by_reset, by_load, by_generate])
+@pytest.mark.parametrize("who", NOTICES)
 def test_lmdeploy_4917_a_cache_of_the_weights_before_is_not_stored(
-    server: LocalServer, notices: Callable[[Any], None]
+    server: LocalServer, who: str
 ) -> None:
-    """The same where the engine computes by itself, between ``load`` and ``save``.
-
-    Nobody knows when a cache that the connector did not return was computed: none of them is
-    stored once the weights changed, whoever noticed it first.
-    """
+    """The same where the engine computes by itself, between ``load`` and ``save``: nobody knows
+    when a cache that the connector did not return was computed."""
     model = llama()
     engine = connector(server, model)
     cache = prefill(model, PROMPT)
     mine, _ = engine.load(PROMPT)
     logits(model, PROMPT, mine)
     scaled(model)
-    notices(engine)
+    NOTICES[who](engine)
     assert engine.save(PROMPT, cache) == 0
     assert engine.save(PROMPT, mine) == 0
     assert engine.save(PROMPT, prefill(model, PROMPT)) == 0
@@ -361,10 +341,7 @@ def test_lmdeploy_4917_a_cache_is_not_stored_under_a_name_that_was_given_twice(
 def test_nemo_rl_4018_engines_that_name_new_weights_share_what_is_of_them(
     server: LocalServer,
 ) -> None:
-    """NeMo-RL#4018: after each update of the weights all workers had to begin anew.
-
-    Here ``reset`` takes the name of the new ones: workers that give the same one share.
-    """
+    """NeMo-RL#4018: after each update of the weights all workers had to begin anew."""
     workers = [llama(), llama()]
     one, other = (connector(server, model) for model in workers)
     one.generate(PROMPT, max_new_tokens=1)
@@ -408,11 +385,7 @@ class Updates:
 def test_sglang_26792_pages_of_older_weights_are_never_loaded_nor_stored_as_new_ones(
     experiments: tuple[str, str, str], pages: Pages
 ) -> None:
-    """sglang#26792: an update of the weights flushed memory, and prompts were loaded from storage.
-
-    Here neither is done from the update on until SGLang has flushed its pools, and then under
-    other names; a version that is a commit or a digest is a name that engines share.
-    """
+    """sglang#26792: an update of the weights flushed memory alone, and pages came from storage."""
     engine, store = Updates(), pages(experiments[0], COMMIT)
     epoch = engine.epoch()
     places = [store.page(number) for number in range(3)]
@@ -457,9 +430,8 @@ def blended(server: LocalServer, model: Any, seed: int) -> tuple[Any, Any, Any]:
 
 
 def test_lmdeploy_4917_nothing_older_is_blended_once_weights_changed(server: LocalServer) -> None:
-    """lmdeploy#4917 of blending: what was stored before is not found, and what is computed with the
-    new weights is, by the same engine alone.
-    """
+    """The same of blending: what is computed with the new weights is found, by the same engine
+    alone."""
     model = llama()
     client, blender, (first, ranges) = blended(server, model, 5)
     _, _, (second, _) = blended(server, model, 6)
@@ -467,8 +439,7 @@ def test_lmdeploy_4917_nothing_older_is_blended_once_weights_changed(server: Loc
     gated = GuardedBlender(client, blender, SegmentQuery(is_trial=True), selector="first_k")
     assert gated.run(second, ranges).shadow is not None
     resolved = client.find_segments(second, ranges, SegmentQuery(is_trial=True))
-    with torch.no_grad():
-        model.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
+    scaled(model)
     with resolved, StoreSource(resolved, second, client.model) as source:
         old = blender.blend(source.plan, source)
     assert not old.is_blended
@@ -485,11 +456,7 @@ def test_lmdeploy_4917_kv_of_mixed_weights_is_not_stored(server: LocalServer) ->
     model = llama()
     client, blender, (tokens, ranges) = blended(server, model, 5)
 
-    def change(*_: object) -> None:
-        with torch.no_grad():
-            model.model.layers[0].self_attn.v_proj.weight.mul_(1.5)
-
-    hook = model.model.layers[1].mlp.register_forward_hook(change)
+    hook = model.model.layers[1].mlp.register_forward_hook(lambda *_: scaled(model))
     mixed = blender.prefill(tokens)
     hook.remove()
     assert store_prefill(client, mixed, tokens, ranges) == []

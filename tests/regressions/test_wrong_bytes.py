@@ -22,13 +22,8 @@ PROMPT = tokens(1, 16 * CHUNKS)
 def test_lmcache_3388_a_load_that_falls_short_is_never_told_as_a_hit(
     make_server: ServerMaker, transport: TransportName
 ) -> None:
-    """LMCache#3388: under load a retrieve came back as failed, the engine used the blocks all the
-    same, and a model talked gibberish about prompts of three tokens. What LMCache has on disk
-    carries no checksum either: its long form is in test_peers.py beside this file.
-
-    Here a bit of a chunk on disk is flipped while the server is down. The engine is told of the
-    chunks before it alone, each of its own bytes, and can store the chunk again.
-    """
+    """LMCache#3388: a retrieve came back as failed, the engine used the blocks all the same, and a
+    model talked gibberish. Its long form is in test_peers.py."""
     server = make_server()
     client = server.connect(transport)
     keys = client.keys(PROMPT)
@@ -44,23 +39,17 @@ def test_lmcache_3388_a_load_that_falls_short_is_never_told_as_a_hit(
 
 
 def leave_on_disk(server: LocalServer, keys: list[ChunkKey]) -> None:
-    core = server.node.store
-    assert eventually(lambda: core.catalog.eviction.count_on("disk") == len(keys))
+    catalog = server.node.store.catalog
+    assert eventually(lambda: catalog.eviction.count_on("disk") == len(keys))
     server.settled()
-    for key in keys:
-        assert core.catalog.cast_out("cpu", key)
-        core.moves.eviction.delete_from(core.moves.tiers.cpu, key)
+    server.leave_memory(keys)
 
 
 def test_lmcache_717_an_approximation_is_never_taken_for_the_original(
     make_server: ServerMaker,
 ) -> None:
-    """LMCache#717: with its CacheGen serde a model scored worse, and nothing in a hit said that
-    the KV was an approximation.
-
-    Here a lossy copy says so: who asks for exact KV does not find it, who asks for less is told
-    what it is, and an original takes its place.
-    """
+    """LMCache#717: with its CacheGen serde a model scored worse, and nothing in a hit said that the
+    KV was an approximation."""
     with coarse_codec():
         server = make_server("--codec", "disk=coarse")
         client = server.connect()
@@ -79,12 +68,8 @@ def test_lmcache_717_an_approximation_is_never_taken_for_the_original(
 def test_lmcache_2787_a_codec_that_cannot_code_a_model_loses_nothing_in_silence(
     make_server: ServerMaker,
 ) -> None:
-    """LMCache#2787 (one of the family of #4064): with CacheGen over Redis each put failed inside
-    the serde, a warning was all, and nothing was ever stored.
-
-    Here a codec whose tables of the model are missing keeps the chunks without loss, counts that,
-    and they are read back exactly.
-    """
+    """LMCache#2787, #4064: with CacheGen over Redis each put failed inside the serde, a warning was
+    all, and nothing was ever stored."""
     server = make_server("--codec", "disk=cachegen")
     client = server.connect()
     keys = store(client, 1, CHUNKS)
@@ -97,12 +82,8 @@ def test_lmcache_2787_a_codec_that_cannot_code_a_model_loses_nothing_in_silence(
 def test_lmcache_4666_nothing_is_blended_for_a_model_that_was_not_measured(
     server: LocalServer,
 ) -> None:
-    """LMCache#4666 and #500: with CacheBlend on, KV of the same tokens behind others was used for
-    any model and prompt, and nothing measured what that did to the answers.
-
-    Here a gate is closed until the model was compared with a full prefill: the documents are
-    there and are not given out. Only who compares is let through; what is exact needs no gate.
-    """
+    """LMCache#4666, #500: KV of the same tokens behind others was used for any model and prompt,
+    and nothing measured what that did to the answers."""
     client = server.connect()
     put_prompt(client, *prompt_of(HEAD, DOCUMENT, OTHER))
     turned = prompt_of(OTHER_HEAD, OTHER, DOCUMENT)

@@ -26,21 +26,16 @@ from helpers.prompts import LARGE, SMALL, chunks_of, keys_of, outcomes
 from helpers.redis_process import free_port
 from helpers.server_process import ServerProcess
 from simulation.clock import FakeClock
-from simulation.core import Core, outcomes_of, prompt
-from simulation.core import keys_of as sim_keys
-from simulation.tiers import SimDisk, no_faults
 from structlog.testing import capture_logs
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError, UnauthenticatedError
-from kvstore.proto.types import POLICIES, PutOutcome
+from kvstore.proto.types import PutOutcome
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.marconi import MarconiEviction
-from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.quotas import PartitionedEviction
-from kvstore.server.index.hints import ChunkMetadata
 from kvstore.server.node import SERVICE_NAME, run_jobs
 from kvstore.server.security.rate_limits import LINES_PER_S
 from kvstore.server.settings import settings as config_module
@@ -48,7 +43,6 @@ from kvstore.server.settings.settings import load_config
 from kvstore.server.settings.values import GIB, MIB
 from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.wiring import build_store, make_policies
-from kvstore.tiers.base import Tier
 
 States = health_pb2.HealthCheckResponse
 
@@ -65,19 +59,13 @@ def taken_port() -> tuple[socket.socket, int]:
     return listener, listener.getsockname()[1]
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
-def test_gpu_tier_on_a_torch_without_cuda_is_refused_with_the_fix(
+def test_gpu_tier_without_what_it_needs_is_refused_with_the_fix(
     make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(TierUnavailableError, match=r"sees 0 CUDA devices.*install a CUDA build"):
         make_server("--tiers", "gpu,cpu")
-
-
-def test_gpu_tier_without_torch_is_refused_with_the_fix(
-    make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path)
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(TierUnavailableError, match=r"install kvstore-server\[gpu\]"):
         make_server("--tiers", "gpu,cpu")
@@ -138,46 +126,36 @@ def test_health_turns_not_serving_before_the_server_stops(
         stub.Check(request, timeout=20)
 
 
-def test_health_fails_once_a_worker_died(server: LocalServer, channel: grpc.Channel) -> None:
-    plane = server.node.unix_server
-    assert plane is not None
-    plane.close()
-    stub = health_pb2_grpc.HealthStub(channel)
-
-    def status(name: str) -> int:
-        reply = stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=20)
-        return int(reply.status)
-
-    for name in ("liveness", "readiness"):
-        assert eventually(lambda name=name: status(name) == States.NOT_SERVING)  # type: ignore[misc]
-
-
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-@pytest.mark.parametrize("worker", ["maintenance", "learner"])
-def test_health_fails_once_a_thread_of_the_node_died(
+@pytest.mark.parametrize("worker", ["maintenance", "learner", "socket", "streams"])
+def test_health_fails_once_a_worker_died(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, worker: str
 ) -> None:
-    server = make_server("--tiers", "cpu")
+    server = make_server("--tiers", "cpu", "--bulk", "127.0.0.1:0")
     node = server.node
     assert node.is_alive()
+    assert node.unix_server is not None
 
     def end(*_: object) -> None:
         raise SystemExit
 
     if worker == "maintenance":
         node._jobs.append(end)
-    else:
+    elif worker == "learner":
         monkeypatch.setattr(node._content_reader, "step", end)
-    assert eventually(lambda: not node.is_alive())
+    elif worker == "streams":
+        monkeypatch.setattr(node.bulk, "_sweep", end)
+    else:
+        node.unix_server.close()
     with grpc.insecure_channel(server.address) as channel:
         stub = health_pb2_grpc.HealthStub(channel)
-        for name in ("liveness", "readiness"):
+
+        def is_serving(name: str) -> bool:
             request = health_pb2.HealthCheckRequest(service=name)
-            assert eventually(
-                lambda request=request: (  # type: ignore[misc]
-                    stub.Check(request, timeout=20).status == States.NOT_SERVING
-                )
-            )
+            return bool(stub.Check(request, timeout=20).status == States.SERVING)
+
+        for name in ("liveness", "readiness"):
+            assert eventually(lambda name=name: not is_serving(name))  # type: ignore[misc]
 
 
 def test_stopping_under_open_calls_ends_them_and_leaves_nothing_running(
@@ -221,18 +199,6 @@ def test_no_thread_of_a_server_under_load_takes_a_lock_while_it_has_another(tmp_
 
 
 CANNOT_START = 2
-_WORDS_OF_GRPC = ("WARNING: All log messages before absl", "E0000 ")
-"""Its core logs a port that it cannot bind by itself."""
-UNUSABLE: dict[str, tuple[tuple[str, ...], str]] = {
-    "a disk tier larger than the disk": (
-        ("--disk", "900TiB:{folder}/disk"), "give the tier less capacity, or a larger disk",
-    ),
-    "an address of another machine": (
-        ("--listen", "192.0.2.1:7420", "--insecure"), "cannot listen on 192.0.2.1:7420",
-    ),
-    "a flag that does not exist": (("--cpus", "4"), "see kvstore-server --help"),
-}  # fmt: skip
-"""One each of tiers, the network and the command line."""
 
 
 def fail_to_start(process: ServerProcess) -> str:
@@ -241,36 +207,31 @@ def fail_to_start(process: ServerProcess) -> str:
     assert process.wait() == CANNOT_START
     assert process.output == ""
     assert "Traceback" not in process.errors
-    lines = process.errors.splitlines()
-    ours = [line for line in lines if not line.startswith(_WORDS_OF_GRPC)]
+    words_of_grpc = ("WARNING: All log messages before absl", "E0000 ")  # of a port not bound
+    ours = [line for line in process.errors.splitlines() if not line.startswith(words_of_grpc)]
     assert len(ours) == 1
     assert ours[0].startswith("kvstore-server: ")
     return ours[0]
 
 
-@pytest.mark.parametrize("what", UNUSABLE)
-def test_unusable_setting_ends_the_start_with_one_sentence(
-    server_process: ProcessMaker, tmp_path: Path, what: str
-) -> None:
-    flags, sentence = UNUSABLE[what]
-    (tmp_path / "file").write_text("")
-    places = [flag.replace("{folder}", str(tmp_path)) for flag in flags]
-    with_disk = "--disk" in flags
-    tiers = () if with_disk or "--tiers" in flags else ("--tiers", "cpu")
-    assert sentence in fail_to_start(server_process(*tiers, *places))
-
-
-def test_disk_and_socket_of_a_running_server_end_the_start_of_another(
+def test_what_stops_a_start_is_told_in_one_sentence_and_a_running_server_serves_on(
     server_process: ProcessMaker, tmp_path: Path
 ) -> None:
-    disk = f"32MiB:{tmp_path / 'server0' / 'disk'}"
+    disk, cpu = f"32MiB:{tmp_path / 'server0' / 'disk'}", ("--tiers", "cpu")
     first = server_process("--cpu", "16MiB", "--disk", disk)
     first.start()
-    second = server_process("--cpu", "16MiB", "--disk", disk)
-    assert "tier 'disk'" in fail_to_start(second)
-    third = server_process("--tiers", "cpu")
-    third.socket_path = first.socket_path
-    assert "another server listens there; stop it or choose --socket" in fail_to_start(third)
+    socket_taken = "another server listens there; stop it or choose --socket"
+    for flags, sentence in [
+        (
+            ("--disk", f"900TiB:{tmp_path / 'disk'}"),
+            "give the tier less capacity, or a larger disk",
+        ),
+        ((*cpu, "--listen", "192.0.2.1:7420", "--insecure"), "cannot listen on 192.0.2.1:7420"),
+        ((*cpu, "--cpus", "4"), "see kvstore-server --help"),
+        (("--cpu", "16MiB", "--disk", disk), "tier 'disk'"),
+        ((*cpu, "--socket", str(first.socket_path)), socket_taken),
+    ]:
+        assert sentence in fail_to_start(server_process(*flags))
     with Client(first.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
         assert client.transport_name == "shm"
     assert first.terminate() == 0
@@ -413,61 +374,6 @@ def test_more_than_a_tier_has_cannot_be_guaranteed() -> None:
     flags = ["--tenant-quotas", "a=60MiB:40MiB,b=60MiB:40MiB"]
     with pytest.raises(InvalidRequestError, match=r"tenant_quotas=.*64MiB of tier 'cpu'"):
         make_policies(load_config(flags), CAPACITIES)
-
-
-@pytest.fixture(params=POLICIES)
-def policy(request: pytest.FixtureRequest) -> str:
-    name: str = request.param
-    return name
-
-
-def make_core(policy: str, clock: FakeClock) -> Core:
-    def make(tier: Tier, known: ChunkMetadata) -> EvictionPolicy:
-        return make_policy(policy, known.history)
-
-    return Core([SimDisk(24_000, no_faults())], clock=clock, policy=make)
-
-
-def test_clocks_that_jump_change_no_answer(policy: str) -> None:
-    clock = FakeClock()
-    with closing(make_core(policy, clock)) as core:
-        session = core.open_session()
-        for seed, jump_s in enumerate((5.0, -900.0, 0.0, 1e8, -1e8, 1e-9)):
-            versions = prompt(5, seed=seed)
-            core.put(session, versions)
-            clock.advance(jump_s)
-            keys = sim_keys(versions)
-            match = core.store.lookup(session, keys, core.later(), lease=False)
-            assert match.ready == 5
-            core.store.tick()
-        assert core.catalog.leases.pins.total() == 0
-
-
-def test_a_chain_with_a_missing_middle_is_hit_up_to_there(policy: str) -> None:
-    with closing(make_core(policy, FakeClock())) as core:
-        session, versions = core.open_session(), prompt(6)
-        core.put(session, versions[:2] + versions[3:])
-        match = core.store.lookup(session, sim_keys(versions), core.later(), lease=False)
-        assert (match.ready, match.missing) == (2, 4)
-        for seed in range(1, 12):
-            results = core.put(session, prompt(3, seed=seed))
-            assert {result.outcome for result in results} == {PutOutcome.stored}
-        core.put(session, versions)
-        match = core.store.lookup(session, sim_keys(versions), core.later(), lease=False)
-        assert match.ready == 6
-
-
-def test_where_all_is_leased_puts_are_refused_and_nothing_leaks(policy: str) -> None:
-    with closing(make_core(policy, FakeClock())) as core:
-        session, versions = core.open_session(), prompt(12)
-        core.put(session, versions)
-        match = core.store.lookup(session, sim_keys(versions), core.later(), lease=True)
-        assert match.ready == 12
-        assert outcomes_of(core.put(core.open_session(), prompt(2, seed=1))) == {PutOutcome.refused}
-        assert (len(core.store.writes), core.catalog.in_flight.writers.total()) == (0, 0)
-        assert core.cpu.stats().reservations == 0
-        core.store.release(session, match.lease_id)
-        assert outcomes_of(core.put(core.open_session(), prompt(2, seed=1))) == {PutOutcome.stored}
 
 
 STORED, REFUSED = PutOutcome.stored, PutOutcome.refused

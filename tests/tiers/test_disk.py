@@ -221,36 +221,6 @@ def test_flipped_index_row_makes_its_key_absent_and_is_counted(tmp_path: Path) -
     tier.close()
 
 
-@pytest.mark.parametrize("damage", ["empty", "rows", "noise"])
-def test_ruined_index_costs_chunks_but_never_the_start(tmp_path: Path, damage: str) -> None:
-    infos = [make_info(seed, 4_000) for seed in range(60)]
-    tier = open_disk(tmp_path)
-    for info in infos:
-        put(tier, info, bytes_of(info), durable=info is infos[30])
-    tier.close()
-    file = tmp_path / "index" / "data.mdb"
-    data = file.read_bytes()
-    file.write_bytes(
-        {
-            "empty": b"",
-            "rows": data.replace(infos[7].key, bytes(32)),
-            "noise": payload(1, len(data)).tobytes(),
-        }[damage]
-    )
-    tier = open_disk(tmp_path)
-    assert (tier.dropped_rows > 0) is (damage != "empty")
-    for info in tier.scan():
-        assert_holds(tier, info, bytes_of(info))
-    for info in infos:
-        put(tier, info, bytes_of(info))
-    tier.close()
-    tier = open_disk(tmp_path)
-    assert_counts(tier, infos, [])
-    for info in infos:
-        assert_holds(tier, info, bytes_of(info))
-    tier.close()
-
-
 def test_cut_extent_is_made_whole_and_its_chunks_fail_their_check(tmp_path: Path) -> None:
     tier = open_disk(tmp_path)
     frames = [make_frame(seed, 256, representation=make_representation(4)) for seed in range(8)]

@@ -113,19 +113,6 @@ def test_what_one_way_wrote_the_other_reads(tmp_path: Path) -> None:
         tier.close()
 
 
-def test_a_descriptor_of_an_extent_reads_what_was_written_past_the_cache(tmp_path: Path) -> None:
-    tier = open_direct(tmp_path)
-    for seed in range(3):
-        info = make_info(seed, 100_003)
-        put(tier, info, bytes_of(info))
-        place = tier.file_place(info.key)
-        assert place is not None
-        descriptor = tier.extent_file(place.number, "default")
-        assert os.pread(descriptor, place.size_bytes, place.offset) == bytes_of(info).tobytes()
-        os.close(descriptor)
-    tier.close()
-
-
 @pytest.mark.parametrize("refuses", ["open", "preadv"])
 def test_a_file_system_without_direct_reads_stops_the_start(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refuses: str

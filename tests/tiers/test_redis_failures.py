@@ -5,23 +5,20 @@ from __future__ import annotations
 import select
 import socket
 import socketserver
-import ssl
-import subprocess
-import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from typing import Any
 
 import numpy as np
 import pytest
 from contracts.chunks import make_info, payload
 from contracts.shelf import assert_absent, assert_counts, assert_holds, get, put
-from helpers.redis_process import RedisProcess, free_port
-from helpers.redis_relay import SPOILS, outcome, relay, sending, stay_silent_inside
+from helpers.redis_process import RedisProcess, TlsFiles
+from helpers.redis_relay import SPOILS, outcome, relay, sending, serving, stay_silent_inside
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
-from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_chunks import KeyNames
 
@@ -29,6 +26,8 @@ RedisTierMaker = Callable[..., RedisTier]
 
 INFO = make_info(1, 10_000)
 DATA = payload(1, 10_000)
+PARTED = make_info(1, 20_000)
+PARTED_BYTES = payload(1, 20_000)
 NAMES = KeyNames("kvs:1:")
 ACL = "ACL SETUSER writer on >secret +@all %R~*"
 
@@ -150,42 +149,12 @@ def test_failed_write_is_cleaned_up_before_the_next(
     assert len(redis.names()) == 2
 
 
-class _LosesTheSealsAnswer(socketserver.BaseRequestHandler):
-    """Hand on what a client sends until a manifest goes by, then hang up on the client."""
-
-    port: int
-
-    def handle(self) -> None:
-        with socket.create_connection(("127.0.0.1", self.port)) as upstream:
-            while True:
-                for ready in select.select([self.request, upstream], [], [])[0]:
-                    data = ready.recv(1 << 16)
-                    if not data:
-                        return
-                    (upstream if ready is self.request else self.request).sendall(data)
-                    if ready is self.request and b"\r\nNX\r\n" in data:
-                        upstream.recv(1 << 16)
-                        return
-
-
-@contextmanager
-def _proxy(handler: type[socketserver.BaseRequestHandler]) -> Iterator[int]:
-    with socketserver.ThreadingTCPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
-        thread.start()
-        try:
-            yield server.server_address[1]
-        finally:
-            server.shutdown()
-            thread.join()
-
-
 def test_chunk_whose_seal_got_no_answer_is_gone_after_the_next(
     redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:
-    handler = type("Handler", (_LosesTheSealsAnswer,), {"port": redis.port})
-    with _proxy(handler) as port:
-        tier = open_redis_tier(f"redis://127.0.0.1:{port}")
+    with relay(redis.port) as (url, handler):
+        handler.unanswered = b"\r\nNX\r\n"
+        tier = open_redis_tier(url)
         with pytest.raises(TierUnavailableError):
             put(tier, INFO, DATA)
         assert redis.client.exists(NAMES.manifest(INFO.key))
@@ -219,9 +188,10 @@ def test_password_shows_in_no_error(
             tier.find([INFO.key])
         return f"{tier!r} {tier} {caught.value} {caught.value!r}"
 
-    with _proxy(_QuotesTheAuth) as port:
-        quoted = shown(f"redis://:{typed}@127.0.0.1:{port}/0")
-        open_redis_tier(f"redis://:{typed}@127.0.0.1:{port}/0").close()
+    with serving(_QuotesTheAuth) as url:
+        with_password = url.replace("://", f"://:{typed}@")
+        quoted = shown(with_password)
+        open_redis_tier(with_password).close()
     assert "unknown command" in quoted
     assert "***" in quoted
     refused = shown(f"redis://someone:{typed}@127.0.0.1:{redis.port}/0")
@@ -289,44 +259,56 @@ def test_more_callers_than_connections_all_get_their_turn(
 ) -> None:
     tier = open_redis_tier(redis.url)
     put(tier, INFO, DATA)
-    answers: list[ChunkInfo | None] = []
 
-    def work() -> None:
+    def work(_: int) -> None:
         for _ in range(20):
-            answers.extend(tier.find([INFO.key]))
-            out = np.zeros(10_000, dtype=np.uint8)
-            assert tier.read(INFO.key, out)
+            assert tier.find([INFO.key]) == [INFO]
+            assert tier.read(INFO.key, np.zeros(10_000, np.uint8))
 
-    threads = [threading.Thread(target=work) for _ in range(48)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert answers == [INFO] * 960
+    with ThreadPoolExecutor(48) as pool:
+        list(pool.map(work, range(48)))
     assert len(list(redis.client.client_list())) <= 18
 
 
-PARTED = make_info(1, 20_000)
-PARTED_BYTES = payload(1, 20_000)
+Relayed = tuple[RedisTier, Any]
+
+
+@pytest.fixture
+def relayed(redis: RedisProcess, no_leaks: None) -> Iterator[Relayed]:
+    """A tier behind a relay, and the handler whose ``spoil`` can be set."""
+    with relay(redis.port) as (url, handler):
+        tier = RedisTier(url, 64 << 20, timeout_ms=300, part_bytes=4096)
+        yield tier, handler
+        tier.close()
+
+
+@pytest.fixture
+def beside(redis: RedisProcess, relayed: Relayed) -> Iterator[RedisTier]:
+    """A tier over the same Redis that nothing happens to."""
+    with closing(RedisTier(redis.url, 64 << 20, part_bytes=4096)) as tier:
+        yield tier
 
 
 @pytest.mark.parametrize("spoilt", SPOILS)
 def test_reply_that_is_wrong_is_a_miss_or_an_error_and_harms_nobody_else(
-    redis: RedisProcess, no_leaks: None, spoilt: str
+    relayed: Relayed, beside: RedisTier, spoilt: str
 ) -> None:
-    beside = RedisTier(redis.url, 64 << 20, part_bytes=4096)
+    tier, handler = relayed
     put(beside, PARTED, PARTED_BYTES)
-    with relay(redis.port) as (url, handler):
-        tier = RedisTier(url, 64 << 20, timeout_ms=300, part_bytes=4096)
-        assert_holds(tier, PARTED, PARTED_BYTES)
-        handler.spoil = staticmethod(SPOILS[spoilt])
-        for call in (lambda: tier.find([PARTED.key]), lambda: get(tier, PARTED)):
-            assert outcome(call) in ("[None]", "None", "unavailable")
-            assert_holds(beside, PARTED, PARTED_BYTES)
-        handler.spoil = None
-        assert_holds(tier, PARTED, PARTED_BYTES)
-        tier.close()
-    beside.close()
+    assert_holds(tier, PARTED, PARTED_BYTES)
+    handler.spoil = staticmethod(SPOILS[spoilt])
+    for call in (lambda: tier.find([PARTED.key]), lambda: get(tier, PARTED)):
+        assert outcome(call) in ("[None]", "None", "unavailable")
+        assert_holds(beside, PARTED, PARTED_BYTES)
+    handler.spoil = None
+    assert_holds(tier, PARTED, PARTED_BYTES)
+
+
+def assert_given_up_in_time(call: Callable[[], object]) -> None:
+    """Fail unless a call of a tier with 300 ms is an error at its deadline."""
+    started = time.monotonic()
+    assert outcome(call) == "unavailable"
+    assert 0.2 < time.monotonic() - started < 1.5
 
 
 @pytest.mark.timeout(30)  # without the deadline a reply drips for hours
@@ -341,9 +323,7 @@ def test_reply_that_comes_too_slowly_is_given_up_at_the_deadline(
         put(tier, info, data)
         for call in (lambda: get(tier, info), lambda: tier.find([info.key])):
             handler.spoil = staticmethod(SPOILS.get(spoilt, stay_silent_inside))
-            started = time.monotonic()
-            assert outcome(call) == "unavailable"
-            assert 0.2 < time.monotonic() - started < 1.5
+            assert_given_up_in_time(call)
             handler.spoil = None
             assert_holds(tier, info, data)
         tier.close()
@@ -356,17 +336,11 @@ def drip_list(client: socket.socket, reply: bytes) -> None:
         client.sendall(b"$1\r\nx\r\n")
 
 
-def test_listing_that_never_ends_is_given_up_at_the_deadline(
-    redis: RedisProcess, no_leaks: None
-) -> None:
-    with relay(redis.port) as (url, handler):
-        tier = RedisTier(url, 64 << 20, timeout_ms=300)
-        assert tier.find([PARTED.key]) == [None]
-        handler.spoil = staticmethod(drip_list)
-        started = time.monotonic()
-        assert outcome(lambda: list(tier.scan())) == "unavailable"
-        assert 0.2 < time.monotonic() - started < 1.5
-        tier.close()
+def test_listing_that_never_ends_is_given_up_at_the_deadline(relayed: Relayed) -> None:
+    tier, handler = relayed
+    assert tier.find([PARTED.key]) == [None]
+    handler.spoil = staticmethod(drip_list)
+    assert_given_up_in_time(lambda: list(tier.scan()))
 
 
 def test_frame_that_the_server_does_not_take_is_given_up_in_time(
@@ -386,50 +360,33 @@ def test_frame_that_the_server_does_not_take_is_given_up_in_time(
 
 @pytest.mark.parametrize("spoilt", ["drips", "hangs up inside", "another protocol", "an error"])
 def test_put_that_gets_a_wrong_reply_fails_and_shows_nothing(
-    redis: RedisProcess, no_leaks: None, spoilt: str
+    relayed: Relayed, beside: RedisTier, spoilt: str
 ) -> None:
-    beside = RedisTier(redis.url, 64 << 20, part_bytes=4096)
-    with relay(redis.port) as (url, handler):
-        tier = RedisTier(url, 64 << 20, timeout_ms=300, part_bytes=4096)
-        handler.spoil = staticmethod(SPOILS[spoilt])
-        with pytest.raises(TierUnavailableError):
-            put(tier, PARTED, PARTED_BYTES)
-        assert get(beside, PARTED) is None
-        handler.spoil = None
-        assert put(tier, PARTED, PARTED_BYTES)
-        assert_holds(beside, PARTED, PARTED_BYTES)
-        tier.close()
-    beside.close()
+    tier, handler = relayed
+    handler.spoil = staticmethod(SPOILS[spoilt])
+    with pytest.raises(TierUnavailableError):
+        put(tier, PARTED, PARTED_BYTES)
+    assert get(beside, PARTED) is None
+    handler.spoil = None
+    assert put(tier, PARTED, PARTED_BYTES)
+    assert_holds(beside, PARTED, PARTED_BYTES)
 
 
 @pytest.fixture(scope="module")
-def tls_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[str, Path]]:
-    """A Redis that also listens with TLS: its URL and the certificate to trust."""
+def tls_redis(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RedisProcess]:
+    """A Redis that speaks TLS alone, as 127.0.0.1."""
     folder = tmp_path_factory.mktemp("tls")
-    key, certificate = folder / "key.pem", folder / "cert.pem"
-    subprocess.run(
-        ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1",
-         "-nodes", "-keyout", key, "-out", certificate, "-days", "2", "-subj", "/CN=localhost",
-         "-addext", "subjectAltName=DNS:localhost"],
-        check=True, capture_output=True,
-    )  # fmt: skip
-    port = free_port()
-    process = RedisProcess(
-        folder, "--tls-port", str(port), "--tls-cert-file", str(certificate),
-        "--tls-key-file", str(key), "--tls-auth-clients", "no",
-    )  # fmt: skip
+    process = RedisProcess(folder, tls=TlsFiles.make(folder))
     process.start()
-    yield f"rediss://localhost:{port}", certificate
+    yield process
     process.client.close()
     process.stop()
 
 
 def test_tls_carries_chunks_of_any_size(
-    tls_redis: tuple[str, Path], open_redis_tier: RedisTierMaker
+    tls_redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:
-    url, certificate = tls_redis
-    trusted = f"{url}?ssl_ca_certs={certificate}"
-    tier = open_redis_tier(trusted, 128 << 20, part_bytes=(2 << 20) - 64)
+    tier = open_redis_tier(tls_redis.url, 128 << 20, part_bytes=(2 << 20) - 64)
     sizes = (10, 33_000_001, *range(1_000_000, 1_000_004))
     for info in [make_info(seed, size) for seed, size in enumerate(sizes, 2)]:
         put(tier, info, payload(2, info.size_bytes))
@@ -437,17 +394,13 @@ def test_tls_carries_chunks_of_any_size(
     assert len(tier.find([make_info(seed, 1).key for seed in range(512)])) == 512
 
 
-def test_certificate_that_nobody_signed_is_refused(
-    tls_redis: tuple[str, Path], open_redis_tier: RedisTierMaker
+def test_certificate_that_nobody_signed_or_of_another_name_is_refused(
+    tls_redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:
-    tier = open_redis_tier(tls_redis[0])
-    with pytest.raises(TierUnavailableError, match="certificate verify failed"):
-        tier.find([PARTED.key])
-    other_name = tls_redis[0].replace("localhost", "127.0.0.1")
-    tier = open_redis_tier(f"{other_name}?ssl_ca_certs={tls_redis[1]}")
-    with pytest.raises(TierUnavailableError, match="certificate verify failed"):
-        tier.find([PARTED.key])
-    assert ssl.HAS_TLSv1_3
+    unsigned = tls_redis.url.partition("?")[0]
+    for url in (unsigned, tls_redis.url.replace("127.0.0.1", "localhost")):
+        with pytest.raises(TierUnavailableError, match="certificate verify failed"):
+            open_redis_tier(url).find([PARTED.key])
 
 
 def test_large_frame_takes_one_connection(
@@ -477,41 +430,33 @@ def test_read_from_the_start_gives_a_chunk_its_whole_life_again(
     assert 50 < manifest <= 1000 < min(parts)
 
 
-def test_listing_that_cannot_be_read_forgets_nothing(redis: RedisProcess, no_leaks: None) -> None:
-    with relay(redis.port) as (url, handler):
-        tier = RedisTier(url, 64 << 20, timeout_ms=300)
-        assert put(tier, PARTED, PARTED_BYTES)
-        counted = tier.stats()
-        handler.spoil = staticmethod(sending(b"*2\r\n$1\r\n0\r\n$4\r\nnone\r\n"))
-        assert list(tier.scan()) == []
-        assert tier.stats() == counted
-        tier.close()
+def test_listing_that_cannot_be_read_forgets_nothing(relayed: Relayed) -> None:
+    tier, handler = relayed
+    assert put(tier, PARTED, PARTED_BYTES)
+    counted = tier.stats()
+    handler.spoil = staticmethod(sending(b"*2\r\n$1\r\n0\r\n$4\r\nnone\r\n"))
+    assert list(tier.scan()) == []
+    assert tier.stats() == counted
 
 
-def test_a_server_without_a_cluster_that_sends_elsewhere_is_not_left(
-    redis: RedisProcess, no_leaks: None
-) -> None:
-    with relay(redis.port) as (url, handler):
-        tier = RedisTier(url, 64 << 20, timeout_ms=300)
-        assert put(tier, PARTED, PARTED_BYTES)
-        handler.spoil = staticmethod(sending(b"-MOVED 0 127.0.0.1:1\r\n" * 4))
-        assert outcome(lambda: get(tier, PARTED)) == "unavailable"
-        handler.spoil = None
-        assert_holds(tier, PARTED, PARTED_BYTES)
-        tier.close()
+def test_a_server_without_a_cluster_that_sends_elsewhere_is_not_left(relayed: Relayed) -> None:
+    tier, handler = relayed
+    assert put(tier, PARTED, PARTED_BYTES)
+    handler.spoil = staticmethod(sending(b"-MOVED 0 127.0.0.1:1\r\n" * 4))
+    assert outcome(lambda: get(tier, PARTED)) == "unavailable"
+    handler.spoil = None
+    assert_holds(tier, PARTED, PARTED_BYTES)
 
 
 @pytest.mark.parametrize("reply", [b":7\r\n", b"*1\r\n$1\r\na\r\n"], ids=["number", "list"])
 def test_manifest_of_another_type_is_a_miss_that_can_be_put_again(
-    redis: RedisProcess, no_leaks: None, reply: bytes
+    relayed: Relayed, reply: bytes
 ) -> None:
-    with relay(redis.port) as (url, handler):
-        tier = RedisTier(url, 64 << 20, timeout_ms=300, part_bytes=4096)
-        assert put(tier, PARTED, PARTED_BYTES)
-        handler.spoil = staticmethod(sending(reply * 40))
-        assert outcome(lambda: get(tier, PARTED)) in ("None", "unavailable")
-        assert outcome(lambda: tier.find([PARTED.key])) in ("[None]", "unavailable")
-        handler.spoil = None
-        put(tier, PARTED, PARTED_BYTES)
-        assert_holds(tier, PARTED, PARTED_BYTES)
-        tier.close()
+    tier, handler = relayed
+    assert put(tier, PARTED, PARTED_BYTES)
+    handler.spoil = staticmethod(sending(reply * 40))
+    assert outcome(lambda: get(tier, PARTED)) in ("None", "unavailable")
+    assert outcome(lambda: tier.find([PARTED.key])) in ("[None]", "unavailable")
+    handler.spoil = None
+    put(tier, PARTED, PARTED_BYTES)
+    assert_holds(tier, PARTED, PARTED_BYTES)

@@ -1,16 +1,13 @@
-"""The service over the bare wire: what it refuses, in which words, and that nothing changes.
-
-Also what every call passes on its way: errors, and what nobody expected.
-"""
+"""The service over the bare wire: what it refuses, in which words, and that nothing changes."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import closing
+from collections.abc import Callable
+from functools import partial
 from typing import Any
+from unittest.mock import Mock
 
 import grpc
-import numpy as np
 import pytest
 from contracts.chunks import make_representation
 from grpc_health.v1 import health_pb2, health_pb2_grpc
@@ -22,6 +19,7 @@ from kvstore.client import Client
 from kvstore.client.connection import translate
 from kvstore.client.options import MAX_DEADLINE_MS as CLIENT_MAX_DEADLINE_MS
 from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -41,12 +39,12 @@ from kvstore.proto.errors import (
     UnknownCodecError,
 )
 from kvstore.proto.frame import FLAG_RESTORED, parse_header
-from kvstore.proto.messages import FEATURE_DURABLE_PUT, as_message
+from kvstore.proto.messages import FEATURE_DURABLE_PUT
 from kvstore.proto.types import Accuracy, ChunkKey, PutOutcome
-from kvstore.server.api.interceptors import MAX_MESSAGE_CHARS, CallWrapper
-from kvstore.server.api.load_shedding import LoadShedder
+from kvstore.server.api import admin_calls
+from kvstore.server.api.interceptors import MAX_MESSAGE_CHARS
+from kvstore.server.api.put_stream import PutStream
 from kvstore.server.api.validation import MAX_DEADLINE_MS
-from kvstore.server.telemetry.metrics import Counters
 
 ServerMaker = Callable[..., LocalServer]
 
@@ -185,59 +183,6 @@ def test_durable_puts_are_offered_while_the_codec_of_the_disk_loses_nothing(
     assert eventually(offered)
 
 
-# --- identity
-
-
-def _clear(field: str) -> Callable[[pb.Representation], None]:
-    return lambda message: message.ClearField(field)
-
-
-def _group(field: str, value: int) -> Callable[[pb.Representation], None]:
-    return lambda message: setattr(message.layer_groups[0], field, value)
-
-
-INCOMPLETE: list[tuple[Callable[[pb.Representation], None], str]] = [
-    (_clear("model_id"), "model_id='': name the model"),
-    (_clear("model_revision"), "model_revision='': give the commit"),
-    (_clear("adapter_digest"), "adapter_digest='': give the LoRA's digest"),
-    (_clear("quantization"), "quantization='': name the KV quantisation"),
-    (_clear("tokenizer_digest"), "tokenizer_digest='': give a digest"),
-    (_clear("layout_version"), "layout_version=0: use 1"),
-    (_clear("layer_groups"), r"layer_groups=\(\): describe every layer"),
-    (_clear("rope"), "rope=None: give the rope parameters"),
-    (lambda message: setattr(message.rope, "scaling", ""), "rope.scaling='': name the rule"),
-    (lambda message: message.layer_groups[0].ClearField("layer_ids"), r"layer_ids=\(\): name each"),
-    (_group("kv_heads", 0), "kv_heads=0: give a positive count"),
-    (_group("head_dim", 1 << 24), "head_dim=16777216: give a positive count"),
-    (_group("window_tokens", 7), "window_tokens=7: positive for window layers"),
-    (_group("kind", 99), "layer_groups='99 is not.*': use a kind and dtype we know"),
-    (_group("dtype", 99), "layer_groups='99 is not.*': use a kind and dtype we know"),
-]
-
-
-def test_session_of_an_incomplete_identity_is_refused_by_the_name_of_the_field(
-    server: LocalServer,
-) -> None:
-    connection = server.dial()
-
-    def open_with(request: pb.OpenSessionRequest) -> None:
-        connection.call("OpenSession", request, DEADLINE_MS, object)
-
-    with server.unchanged():
-        for change, message in INCOMPLETE:
-            request = pb.OpenSessionRequest(representation=as_message(pb.Representation, SMALL))
-            change(request.representation)
-            with pytest.raises(ModelError, match=message):
-                open_with(request)
-        with pytest.raises(ModelError):
-            open_with(pb.OpenSessionRequest())
-        request = pb.OpenSessionRequest(representation=as_message(pb.Representation, SMALL))
-        request.client = "x" * 129
-        with pytest.raises(InvalidRequestError, match=r"client='xxx.*: give at most 128"):
-            open_with(request)
-    assert len(server.node.sessions) == 0
-
-
 # --- frames
 
 
@@ -253,20 +198,8 @@ BAD_FRAMES: dict[str, tuple[Callable[[Bytes], Bytes], type[KVStoreError], str]] 
     "flipped bit in the header": (
         _flipped(70), InvalidFrameError, "header checksum=.*: the header is damaged",
     ),
-    "flipped bit in the segment table": (
-        _flipped(250), InvalidFrameError, "header checksum=.*: the header is damaged",
-    ),
     "flipped bit in the payload": (
         _flipped(-1), ChunkCorruptError, "layer 1 fails its checksum; it was dropped, put it again",
-    ),
-    "no frame at all": (
-        lambda frame: np.zeros(500, np.uint8), InvalidFrameError, "magic=.*: expected b'KVFR'",
-    ),
-    "shorter than a header": (
-        lambda frame: frame[:100], InvalidFrameError, "frame=100: a frame has at least 192 bytes",
-    ),
-    "version of the future": (
-        _flipped(4, 3), InvalidFrameError, "version=2: this reader knows version 1",
     ),
     "codec of the future": (
         lambda frame: reheaded(frame, codec_id=99), UnknownCodecError, "codec=99: .* known: 0, 2",
@@ -290,10 +223,6 @@ BAD_FRAMES: dict[str, tuple[Callable[[Bytes], Bytes], type[KVStoreError], str]] 
     "lossy": (
         lambda frame: reheaded(frame, accuracy=Accuracy.bounded), InvalidRequestError,
         "accuracy='bounded': restored or lossy KV is never stored as an original",
-    ),
-    "cost that is no number": (
-        lambda frame: reheaded(frame, prefill_flops=float("nan")), InvalidFrameError,
-        "cost or bound=.*: must be finite",
     ),
 }  # fmt: skip
 
@@ -324,18 +253,12 @@ def _component(field: str, value: int) -> Callable[[pb.ReserveRequest], None]:
 
 BAD_RESERVES: list[tuple[Callable[[pb.ReserveRequest], object], type[KVStoreError], str]] = [
     (lambda r: r.frame_bytes.pop(), InvalidRequestError, "digests=2: give as many parents"),
-    (lambda r: r.layout.insert(0, 7), InvalidRequestError, "digests=2: give as many parents"),
     (
         lambda r: r.layout.__setitem__(1, 7), InvalidRequestError,
         "layout=7: index into layouts",
     ),
     (_component("kind", 77), InvalidRequestError, "layout='77 is not.*we know"),
     (_component("kv_heads", 3), LayoutMismatchError, "this session's is KVLayout"),
-    (
-        lambda r: r.layouts[0].ClearField("components"), LayoutMismatchError,
-        "a chunk has at least one component",
-    ),
-    (_component("tokens", 15), LayoutMismatchError, "tokens=15: a chunk has 16 to 8192"),
     (
         lambda r: r.frame_bytes.__setitem__(1, 1 << 63), InvalidRequestError,
         f"frame_bytes={1 << 63}: at most",
@@ -496,66 +419,24 @@ ERRORS: list[KVStoreError] = [
 ]
 
 SECRET = "the password is swordfish"
-KINDS = ("unary_unary", "unary_stream", "stream_unary", "stream_stream")
 
 
-class Faulty:
-    """A server of four methods, one a kind, which raise *error*, streams after two replies."""
-
-    def __init__(self) -> None:
-        self.error: Exception = KVStoreError("")
-        self._shedder = LoadShedder(4, Counters(), CallWrapper())
-        self._server = grpc.server(self._shedder.reads, interceptors=[self._shedder])
-        methods = {
-            kind: getattr(grpc, f"{kind}_rpc_method_handler")(
-                self._stream if kind.endswith("stream") else self._once
-            )
-            for kind in KINDS
-        }
-        handler = grpc.method_handlers_generic_handler("faulty.Faulty", methods)
-        self._server.add_generic_rpc_handlers((handler,))
-        port = self._server.add_insecure_port("127.0.0.1:0")
-        self._server.start()
-        self._channel = grpc.insecure_channel(f"127.0.0.1:{port}")
-
-    def _once(self, request: Any, context: grpc.ServicerContext) -> bytes:
-        raise self.error
-
-    def _stream(self, request: Any, context: grpc.ServicerContext) -> Iterator[bytes]:
-        yield from (b"1", b"2")
-        raise self.error
-
-    def call(self, error: Exception, kind: str = "unary_unary") -> tuple[list[bytes], Any]:
-        """Call a method that raises *error*; return the replies before it and what arrived."""
-        self.error, replies = error, list[bytes]()
-        method = getattr(self._channel, kind)(f"/faulty.Faulty/{kind}")
-        request = iter([b""]) if kind.startswith("stream") else b""
-        with pytest.raises(grpc.RpcError) as caught:
-            replies.extend(method(request, timeout=20))
-        return replies, caught.value
-
-    def close(self) -> None:
-        self._channel.close()
-        self._server.stop(None).wait()
-        self._shedder.close()
-
-
-@pytest.fixture
-def faulty(no_leaks: None) -> Iterator[Faulty]:
-    with closing(Faulty()) as faulty:
-        yield faulty
-
-
-def test_error_of_ours_arrives_as_itself_cut_where_it_is_too_long_to_travel(faulty: Faulty) -> None:
-    for error in ERRORS:
-        _, failure = faulty.call(error)
-        assert failure.code() is grpc.StatusCode[error.status]
-        arrived = translate(failure)
-        assert type(arrived) is type(error)
-        assert str(arrived) == str(error)
-    arrived = translate(faulty.call(LeaseExpiredError(text := "ü" * 100_000))[1])
-    assert type(arrived) is LeaseExpiredError
-    assert str(arrived) == text[: MAX_MESSAGE_CHARS - 3] + "..."
+def test_error_of_ours_arrives_as_itself_cut_where_it_is_too_long_to_travel(
+    server: LocalServer, wire: Wire, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = "ü" * 100_000
+    errors = [*ERRORS, LeaseExpiredError(text)]
+    monkeypatch.setattr(server.node.store, "lookup", Mock(side_effect=errors))
+    with grpc.insecure_channel(server.address) as channel:
+        stub = kvstore_pb2_grpc.KVStoreStub(channel)
+        for error in errors:
+            with pytest.raises(grpc.RpcError) as caught:
+                stub.Lookup(pb.LookupRequest(session_id=wire.terms.session_id), timeout=20)
+            assert caught.value.code() is grpc.StatusCode[error.status]
+            arrived = translate(caught.value)
+            assert type(arrived) is type(error)
+            cut = str(error) == text
+            assert str(arrived) == (text[: MAX_MESSAGE_CHARS - 3] + "..." if cut else str(error))
 
     def tree(root: type[KVStoreError]) -> set[type[KVStoreError]]:
         return {root}.union(*map(tree, root.__subclasses__()))
@@ -564,19 +445,33 @@ def test_error_of_ours_arrives_as_itself_cut_where_it_is_too_long_to_travel(faul
     assert {kind for kind in ours if not kind.__name__.startswith("_")} == set(map(type, ERRORS))
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    ("error", "arrives"),
+    [
+        (LeaseExpiredError("gone"), LeaseExpiredError("gone")),
+        (ZeroDivisionError(SECRET), KVStoreError("internal error; see the server's log")),
+    ],
+    ids=["ours", "a bug"],
+)
 def test_error_in_a_call_of_any_kind_comes_after_its_replies_and_a_bug_only_to_the_log(
-    faulty: Faulty, kind: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    expected = [b"1", b"2"] if kind.endswith("stream") else []
-    replies, failure = faulty.call(LeaseExpiredError("gone"), kind)
-    assert replies == expected
-    assert isinstance(translate(failure), LeaseExpiredError)
-    replies, failure = faulty.call(ZeroDivisionError(SECRET), kind)
-    assert replies == expected
-    assert failure.code() is grpc.StatusCode.INTERNAL
-    arrived = translate(failure)
-    assert type(arrived) is KVStoreError
-    assert str(arrived) == "internal error; see the server's log"
+    server: LocalServer, wire: Wire, monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str], error: Exception, arrives: KVStoreError,
+) -> None:  # fmt: skip
+    for seed in (1, 2, 3):
+        wire.put_frame(frame_of(wire.key(seed), SMALL))
+    one = pb.ChunkStat(leases=1)
+    monkeypatch.setattr(admin_calls, "LIST_PAGE_CHUNKS", 1)
+    monkeypatch.setattr(admin_calls, "_chunk_stat", Mock(side_effect=[one, one, error]))
+    monkeypatch.setattr(server.node.store, "lookup", Mock(side_effect=error))
+    monkeypatch.setattr(PutStream, "take", Mock(side_effect=error))
+    request = pb.ListRequest(session_id=wire.terms.session_id)
+    replies = wire.connection.stream("List", request, DEADLINE_MS)
+    assert [list(next(replies).chunks) for _ in range(2)] == [[one]] * 2
+    for call in (partial(next, replies), *(partial(ask, wire, name) for name in ("Lookup", "Put"))):
+        with pytest.raises(KVStoreError) as caught:
+            call()
+        assert (type(caught.value), str(caught.value)) == (type(arrives), str(arrives))
     captured = capsys.readouterr()
-    assert SECRET in captured.out + captured.err
+    assert (captured.out + captured.err).count(SECRET) == (
+        3 if type(error) is ZeroDivisionError else 0
+    )

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import os
 import resource
-import select
 import socket
 import threading
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import DEFAULT, Mock
 
 import pytest
 from contracts.shelf import open_files
@@ -471,34 +471,21 @@ def test_connection_that_is_served_outlives_its_session_until_the_answer(own: Pl
         assert busy.is_hung_up()
 
 
-class SlowPoll:
-    """The plane's poll; *before* runs whenever a connection is about to be waited for again."""
-
-    def __init__(self, poll: select.epoll, before: Callable[[socket.socket], None]) -> None:
-        self._poll = poll
-        self._before = before
-
-    def modify(self, connection: socket.socket, events: int) -> None:
-        """Wait for *connection* again."""
-        self._before(connection)
-        self._poll.modify(connection, events)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._poll, name)
-
-
 def test_session_that_ends_just_behind_its_call_kills_no_thread(own: Plane) -> None:
     own.let_go.set()
     peer = own.join()
     (served,) = (p.connection for p in own.plane._peers.values() if p.staging is None)
 
-    def end_session(connection: socket.socket) -> None:
+    def end_session(connection: socket.socket, _: int) -> object:
+        """It ends just before its connection is waited for again."""
         if connection is served and own.begun.acquire(blocking=False):
             own.table.close(own.session.session_id)
             own.plane.tick()
+        return DEFAULT
 
     poll = own.plane._poll
-    own.plane._poll = SlowPoll(poll, end_session)  # type: ignore[assignment]
+    own.plane._poll = Mock(wraps=poll)
+    own.plane._poll.modify.side_effect = end_session
     assert peer.call("Lookup", pb.LookupRequest()).reply is Reply.ok
     assert peer.is_hung_up()
     assert own.host.is_hung_up()

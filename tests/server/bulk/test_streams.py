@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -17,7 +16,6 @@ from helpers.prompts import MEDIUM, SMALL, assert_reads, frame_of, store
 from helpers.stream_messages import (
     SOON_S,
     StreamCaller,
-    attach,
     cancel,
     done,
     failed,
@@ -38,7 +36,6 @@ from kvstore.proto.keys import chunk_key
 from kvstore.proto.types import ChainDigest, ChunkKey, Namespace, PutOutcome
 from kvstore.server.bulk import service, tcp_server, tcp_transfers
 from kvstore.server.bulk.service import YIELD_WITHIN_S
-from kvstore.server.bulk.tcp_server import BulkServer
 from kvstore.server.bulk.tcp_transfers import FIRST_PART_BYTES
 
 
@@ -121,12 +118,6 @@ def wide(server: LocalServer) -> tuple[Terms, bytes]:
     return wide_of(server)
 
 
-def streams_of(server: LocalServer) -> BulkServer:
-    streams = server.node.bulk
-    assert streams is not None
-    return streams
-
-
 def wide_of(server: LocalServer) -> tuple[Terms, bytes]:
     options = ClientOptions("grpc", chunk_tokens=512, deadline_ms=DEADLINE_MS)
     client = server.connect("grpc", MEDIUM, options)
@@ -171,7 +162,7 @@ def test_who_says_anything_else_while_frames_come_is_hung_up_on(
 
 def stall(reader: StreamCaller, server: LocalServer, ask: pb.StreamMessage) -> None:
     """Have *reader* begin a get, and wait until that holds a lease more and no thread."""
-    streams, leases = streams_of(server), server.usage().leases
+    streams, leases = server.streams, server.usage().leases
     reader.say(ask)
     assert eventually(lambda: server.usage().leases == leases + 1)
     assert eventually(lambda: streams._clients_served == 0)
@@ -198,7 +189,7 @@ def test_beside_64_readers_that_take_nothing_others_are_served_until_those_lose_
     monkeypatch.setattr(StreamTransport, "put", None)
     ours = [terms, *(open_session(server.dial(), MEDIUM) for _ in range(3))]
     other = server.connect("tcp")
-    streams = streams_of(server)
+    streams = server.streams
     with ExitStack() as stack:
         readers = []
         for reads in ours * 16:
@@ -229,7 +220,7 @@ def test_a_get_goes_on_and_another_ends_while_all_threads_of_clients_are_busy(
     monkeypatch.setattr(bulk, "SILENCE_S", 60.0)
     server = make_server("--bulk", "127.0.0.1:0", "--workers", "1", "--cpu", "64MiB")
     terms, digests = wide_of(server)
-    streams = streams_of(server)
+    streams = server.streams
     go_on = threading.Event()
     with ExitStack() as stack:
         slow, late, busy = (stack.enter_context(closing(StreamCaller(terms))) for _ in range(3))
@@ -256,7 +247,7 @@ def test_of_too_many_readers_that_take_nothing_the_last_loses_its_stream(
 ) -> None:
     monkeypatch.setattr(tcp_server, "MAX_WAITING_GETS", 2)
     terms, digests = wide
-    streams = streams_of(server)
+    streams = server.streams
     with ExitStack() as stack:
         for count in (1, 2, 2):
             reader = stack.enter_context(closing(StreamCaller(terms)))
@@ -272,25 +263,12 @@ def test_a_reader_that_takes_nothing_loses_its_stream_with_its_lease_by_its_dead
     server: LocalServer, wide: tuple[Terms, bytes]
 ) -> None:
     terms, digests = wide
-    streams = streams_of(server)._streams
+    streams = server.streams._streams
     with closing(StreamCaller(terms)) as mute:
         mute.say(get_of(terms, digests, deadline_ms=500))
         assert eventually(lambda: server.usage().leases == 1)
         assert eventually(lambda: not streams)
         assert server.settled().leases == 0
-
-
-def test_a_reader_that_takes_nothing_for_long_loses_its_stream_before_its_deadline(
-    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(bulk, "SILENCE_S", 0.5)
-    flags = ("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--limits", "session_ttl_ms=600000")
-    server = make_server(*flags)
-    terms, digests = wide_of(server)
-    with closing(StreamCaller(terms)) as mute:
-        stall(mute, server, get_of(terms, digests, deadline_ms=600_000))
-        assert eventually(lambda: not streams_of(server)._streams)
-    assert server.settled().leases == 0
 
 
 def test_the_server_s_own_words_and_lengths_over_the_limit_are_hung_up_on(terms: Terms) -> None:
@@ -309,16 +287,6 @@ def test_the_server_s_own_words_and_lengths_over_the_limit_are_hung_up_on(terms:
             assert reader.is_hung_up_on()  # before anything more comes
 
 
-def test_a_first_message_with_a_payload_is_refused(terms: Terms) -> None:
-    header = attach(terms.session_id, terms.attach_token).SerializeToString()
-    host, _, port = terms.bulk_address.rpartition(":")
-    with socket.create_connection((host.removeprefix("tcp://"), int(port))) as link:
-        link.settimeout(SOON_S)
-        link.sendall(bulk.LENGTHS.pack(bulk.MAGIC, len(header), 8) + header + bytes(8))
-        with suppress(ConnectionResetError):
-            assert not link.recv(1)
-
-
 def test_beyond_the_loopback_bytes_are_encrypted(make_server: ServerMaker) -> None:
     server = make_server("--bulk", "0.0.0.0:0")
     options = ClientOptions("tcp", chunk_tokens=512, deadline_ms=DEADLINE_MS)
@@ -327,21 +295,6 @@ def test_beyond_the_loopback_bytes_are_encrypted(make_server: ServerMaker) -> No
     assert terms.bulk_address.startswith("tcp://*:")
     assert terms.bulk_certificate
     assert_reads(client, store(client, 1, 3))
-
-
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_the_death_of_the_thread_that_waits_fails_health(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    plane = streams_of(server)
-    assert server.node.is_alive()
-
-    def die(*_: object) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(plane, "_sweep", die)
-    assert eventually(lambda: not plane.is_alive())
-    assert not server.node.is_alive()
 
 
 def test_a_server_with_few_descriptors_has_few_streams(
@@ -477,9 +430,7 @@ def test_a_writer_that_dies_leaves_nothing(
     assert eventually(lambda: server.usage().open_puts + server.usage().pending_puts > 0)
     caller.close()
     assert leaves(server, 0)
-    streams = server.node.bulk
-    assert streams is not None
-    assert eventually(lambda: not streams._streams)
+    assert eventually(lambda: not server.streams._streams)
 
 
 def test_a_writer_that_falls_silent_is_hung_up_on(

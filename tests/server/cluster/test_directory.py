@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+import urllib.request
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
 from functools import partial
@@ -422,6 +424,7 @@ def test_nodes_find_what_lies_in_each_others_memory_until_it_is_deleted_and_stat
     common = (
         *("--tiers", "cpu,redis", "--redis", own_redis.url, "--redis-prefix", "pair:"),
         *("--directory", "--limits", "directory_ttl_ms=4000", "--redis-timeout-ms", "20000"),
+        *("--http", "127.0.0.1:0"),
     )
     first, second = (
         make_server(*common, "--node-id", name, "--socket", str(tmp_path / f"{name}.sock"))
@@ -437,10 +440,13 @@ def test_nodes_find_what_lies_in_each_others_memory_until_it_is_deleted_and_stat
     assert eventually(lambda: client.delete(keys=keys[:1]) == 1 or not client.stat(keys=keys[:1]))
     assert eventually(lambda: holders(second, keys) == [[], ["a"], ["a"]])
     assert all(name.startswith(b"pair:") for name in own_redis.names())
-    reply = fetch_status(f"127.0.0.1:{first.node.port}")
+    own, where = (f"127.0.0.1:{node.node.port}" for node in (first, second))
+    reply = fetch_status(own)
     assert reply.directory is not None
+    page = urllib.request.urlopen(f"http://127.0.0.1:{first.node.http_port}/data", timeout=20)
+    with page:
+        assert json.load(page)["nodes"] == [["a", own, "this one"], ["b", where, "lives"]]
     (seen,) = reply.directory.nodes
-    where = f"127.0.0.1:{second.node.port}"
     assert (seen.node_id, seen.grpc_address) == ("b", where)
     assert seen.incarnation == directory_of(second).me.incarnation
     shown = look_at("x", reply)["directory"]

@@ -94,16 +94,6 @@ def test_who_hangs_up_or_falls_silent_costs_no_more_than_the_silence(
     assert not link.is_open
 
 
-def test_a_read_ends_when_another_thread_hangs_up(
-    read: Callable[..., tuple[StreamLink, Steps]],
-) -> None:
-    link, steps = read(part(0, 500))
-    assert next(steps) == 500
-    link.hang_up()
-    with pytest.raises(TierUnavailableError):
-        next(steps)
-
-
 # --- peers that end under whoever waits for them
 
 KEY = ChunkKey(bytes(31) + b"k")

@@ -10,6 +10,7 @@ from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from unittest.mock import DEFAULT, Mock
 from urllib.parse import urlsplit
 
 import numpy as np
@@ -17,7 +18,7 @@ import pytest
 from helpers.fake_peer import other
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from helpers.prompts import MEDIUM, store
-from helpers.stream_messages import get, part, put
+from helpers.stream_messages import attach, get, part, put
 from structlog.testing import capture_logs
 
 from kvstore.client import ClientOptions
@@ -110,11 +111,6 @@ def find(
     return link.end_find(keys, deadline)
 
 
-def streams_of(server: LocalServer) -> BulkServer:
-    assert server.node.bulk is not None
-    return server.node.bulk
-
-
 def wire_of(link: StreamLink) -> FramedSocket:
     assert link._wire is not None
     return link._wire
@@ -200,7 +196,7 @@ def test_the_first_that_is_not_in_memory_ends_what_follows(
 def test_more_than_the_most_requests_of_peers_are_refused_at_once(
     infos: list[ChunkInfo], link: StreamLink, server: LocalServer
 ) -> None:
-    with streams_of(server).service.peer_server.admitted():
+    with server.streams.service.peer_server.admitted():
         with pytest.raises(QuotaExceededError, match="peer_requests=1"):
             read(link, infos[0])
         with pytest.raises(QuotaExceededError, match="peer_requests=1"):
@@ -218,7 +214,7 @@ def test_more_than_the_most_bytes_under_way_to_peers_are_refused_and_questions_a
     server = make_server("--bulk", "127.0.0.1:0", "--cpu", "64MiB", "--limits", "peer_bytes=16MiB")
     keys = stored(server, 1)
     with closing(reached(dial_peer(Settings(), server.address, "other", SILENCE_S))) as link:
-        peer_server = streams_of(server).service.peer_server
+        peer_server = server.streams.service.peer_server
         with peer_server.admitted(GET_BYTES):
             (info,) = find(link, keys)
             assert info is not None
@@ -262,7 +258,7 @@ def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
                         for line in logs
                     )
                 )
-    streams = streams_of(server)
+    streams = server.streams
     assert eventually(lambda: not streams._streams and not streams._strangers)
     with closing(reached(terms)) as link:
         read(link, infos[0])
@@ -303,7 +299,7 @@ def test_a_session_that_ends_ends_its_streams(
     server.node.sessions.close(terms.session_id)
     with pytest.raises(LeaseExpiredError):
         read(link, infos[0])
-    assert eventually(lambda: not streams_of(server)._streams)
+    assert eventually(lambda: not server.streams._streams)
 
 
 def test_what_is_no_get_of_a_peer_is_hung_up_on_and_in_the_audit_log(
@@ -338,6 +334,7 @@ def test_strangers_who_say_anything_else_are_hung_up_on(
         bulk.LENGTHS.pack(bulk.MAGIC, 0, 0),
         bulk.LENGTHS.pack(bulk.MAGIC, 3, 0) + b"\xff" * 3,
         bulk.pack(part(1, 1000, 0), 1000),
+        bulk.pack(attach(terms.session_id, terms.attach_token), 8) + bytes(8),
     ]:
         with connected(terms) as stranger:
             stranger.sendall(said)
@@ -468,31 +465,15 @@ def test_who_reads_something_else_than_what_comes_gets_that_and_hangs_up_on_the_
     assert server.settled().held == 0
 
 
-class FullListener:
-    """A listener of a process that has no descriptor left, the first time it accepts."""
-
-    def __init__(self) -> None:
-        self.accepts = 0
-        self._listener, self.address = tcp_server.listen("127.0.0.1", 0)
-        self.fileno = self._listener.fileno
-        self.setblocking = self._listener.setblocking
-        self.close = self._listener.close
-
-    def accept(self) -> tuple[socket.socket, object]:
-        self.accepts += 1
-        if self.accepts == 1:
-            raise OSError(errno.EMFILE, "too many open files")
-        return self._listener.accept()
-
-
 def test_without_a_descriptor_it_listens_again_a_little_later(
     server: LocalServer, terms: pb.OpenPeerResponse, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    listener = FullListener()
-    monkeypatch.setattr(tcp_server, "listen", lambda host, port: (listener, listener.address))
-    with closing(
-        BulkServer(Settings(bulk="127.0.0.1:0"), streams_of(server).service, 64)
-    ) as streams:
-        reached(other(terms, bulk_address=listener.address)).close()
-        assert listener.accepts == 2
+    bound, address = tcp_server.listen("127.0.0.1", 0)
+    listener = Mock(wraps=bound)
+    listener.accept.side_effect = [OSError(errno.EMFILE, "too many open files"), DEFAULT]
+    monkeypatch.setattr(tcp_server, "listen", lambda host, port: (listener, address))
+    service = server.streams.service
+    with closing(BulkServer(Settings(bulk="127.0.0.1:0"), service, 64)) as streams:
+        reached(other(terms, bulk_address=address)).close()
+        assert listener.accept.call_count == 2
         assert streams.is_alive()

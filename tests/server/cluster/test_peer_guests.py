@@ -8,10 +8,11 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pytest
+from helpers.fake_peer import other
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, assert_reads, keys_of, store
 from helpers.stream_messages import attach, get
@@ -36,8 +37,6 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import check_frame
 from kvstore.proto.types import ChunkKey, Namespace
 from kvstore.server.bulk import tcp_server
-from kvstore.server.bulk.peer_server import PeerServer
-from kvstore.server.cluster.peer_tier import PeerTier
 from kvstore.server.cluster.peers import MAX_FAULTS
 
 BOTH_WAYS = pytest.mark.parametrize("pair", ["plain", "tls"], indirect=True)
@@ -50,18 +49,6 @@ SOON_S = 20.0
 def client_of(server: LocalServer, transport: TransportName = "shm") -> Client:
     options = ClientOptions(transport, chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS)
     return server.connect(transport, MEDIUM, options)
-
-
-def tier_of(server: LocalServer) -> PeerTier:
-    slot = server.node.store.tiers.remote
-    assert slot is not None
-    return cast("PeerTier", slot.tier)
-
-
-def peer_server_of(server: LocalServer) -> PeerServer:
-    streams = server.node.bulk
-    assert streams is not None
-    return streams.service.peer_server
 
 
 def reads_of(client: Client) -> PeerReads:
@@ -110,7 +97,7 @@ def pair(make_server: ServerMaker, request: pytest.FixtureRequest) -> Pair:
     channel = ("--bulk", "127.0.0.1:0") if not is_encrypted else ("--bulk", "0.0.0.0:0")
     first = make_server(*own, "--socket", "off", *channel, "--insecure")
     second = make_server(*own, "--peers", first.address)
-    assert eventually(lambda: any(peer.is_up for peer in tier_of(second).peers.known()))
+    assert eventually(lambda: any(peer.is_up for peer in second.peer_tier.peers.known()))
     pair = Pair(first, second, client_of(first, "grpc"), client_of(second))
     pair.acquaint()
     return pair
@@ -159,14 +146,7 @@ def test_what_the_peer_has_lost_meanwhile_ends_the_prefix(pair: Pair) -> None:
     assert reads_of(pair.reader).numbers() == [1], "it did as it was asked"
 
 
-def test_what_the_peer_has_lost_and_the_own_server_has_comes_from_there(
-    make_server: ServerMaker,
-) -> None:
-    first = make_server("--tiers", "cpu", "--socket", "off", "--bulk", "127.0.0.1:0")
-    second = make_server("--peers", first.address, "--limits", "peer_timeout_ms=20000")
-    assert eventually(lambda: any(peer.is_up for peer in tier_of(second).peers.known()))
-    pair = Pair(first, second, client_of(first, "grpc"), client_of(second))
-    pair.acquaint()
+def test_what_the_peer_has_lost_and_the_own_server_has_comes_from_there(pair: Pair) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
     store(pair.reader, 1, CHUNKS)
@@ -182,7 +162,7 @@ def test_wrong_bytes_of_a_peer_are_a_miss_and_count_against_it(pair: Pair) -> No
     frame.setflags(write=True)
     frame[-100] ^= 1
     assert len(pair.reader.get_chunks(keys)) == 1
-    (peer,) = tier_of(pair.second).peers.known()
+    (peer,) = pair.second.peer_tier.peers.known()
     assert eventually(lambda: peer._faults == 1)
     del frame
     assert_reads(pair.reader, keys[:1])  # a second time: it is there when the peer is barred
@@ -203,7 +183,7 @@ def test_a_peer_that_hangs_is_left_alone_and_its_chunks_come_by_way_of_the_own_s
     for stream in streams.idle:
         stream._silence_s = SILENCE_S
     resumed = threading.Event()
-    peer_server = peer_server_of(pair.first)
+    peer_server = pair.first.streams.service.peer_server
     parts = peer_server.parts
 
     def hang_once(*_: object) -> None:
@@ -230,7 +210,7 @@ def test_a_peer_that_hangs_up_in_the_midst_costs_nothing(
 ) -> None:
     keys = store(pair.writer, 1, CHUNKS)
     pair.find(keys)
-    peer_server = peer_server_of(pair.first)
+    peer_server = pair.first.streams.service.peer_server
     parts = peer_server.parts
 
     def two(*terms: object) -> Iterator[object]:
@@ -260,7 +240,7 @@ def test_who_asks_for_a_server_that_is_not_known_or_is_down_hears_why(pair: Pair
     ask = pb.LendPeerRequest(session_id=session.terms.session_id, number=7)
     with pytest.raises(InvalidRequestError, match="number"):
         session.connection.call("LendPeer", ask, DEADLINE_MS, pb.LendPeerResponse)
-    (peer,) = tier_of(pair.second).peers.known()
+    (peer,) = pair.second.peer_tier.peers.known()
     peer.breaker.fail("a test")
     peer.breaker.fail("a test")
     peer.breaker.fail("a test")
@@ -285,7 +265,7 @@ def test_who_is_not_to_read_from_peers_does_not(pair: Pair) -> None:
 
 
 def lent_to(pair: Pair, space: Namespace) -> Entrance:
-    (peer,) = tier_of(pair.second).peers.known()
+    (peer,) = pair.second.peer_tier.peers.known()
     lent = peer.grant_direct_reads(space)
     assert lent is not None
     guest = pb.StreamAttach(
@@ -331,14 +311,6 @@ def test_a_guest_reads_its_namespace_and_no_other(pair: Pair) -> None:
         assert frames_of(stream, lent, keys) == frames, "a refusal ends no connection"
 
 
-def changed(guest: pb.StreamAttach, **fields: Any) -> pb.StreamAttach:
-    found = pb.StreamAttach(**fields)
-    for field, value in guest.ListFields():
-        if field.name not in fields:
-            setattr(found, field.name, value)
-    return found
-
-
 def test_who_forges_leave_or_stretches_it_is_not_let_in(pair: Pair) -> None:
     space = pair.reader.namespace
     lent = lent_to(pair, space)
@@ -351,10 +323,10 @@ def test_who_forges_leave_or_stretches_it_is_not_let_in(pair: Pair) -> None:
         token=guest_token(own.attach_token, own.session_id, space, 100),
     )
     forged = (
-        changed(guest, token=bytes(16)),
-        changed(guest, until_s=guest.until_s + 1),
-        changed(guest, key_namespace=bytes(16)),
-        changed(guest, key_namespace=space + b"x"),
+        other(guest, token=bytes(16)),
+        other(guest, until_s=guest.until_s + 1),
+        other(guest, key_namespace=bytes(16)),
+        other(guest, key_namespace=space + b"x"),
         attach(guest.session_id, guest.token).attach,
         of_client,
     )
@@ -362,7 +334,7 @@ def test_who_forges_leave_or_stretches_it_is_not_let_in(pair: Pair) -> None:
         with pytest.raises(UnauthenticatedError):
             enter(lent, one)
     with pytest.raises(KVStoreError):
-        enter(lent, changed(guest, session_id=guest.session_id ^ 1))
+        enter(lent, other(guest, session_id=guest.session_id ^ 1))
     enter(lent).close()
 
 
@@ -386,9 +358,9 @@ def test_guests_of_one_server_are_bounded_and_leave_it_its_own_streams(
         with pytest.raises(QuotaExceededError, match="streams_per_session"):
             enter(lent)
         keys = store(pair.writer, 1, CHUNKS)
-        other = client_of(pair.second)
+        another = client_of(pair.second)
         pair.find(keys)
-        assert_reads(other, keys)
+        assert_reads(another, keys)
         assert pair.loaded() == CHUNKS
 
 

@@ -9,7 +9,6 @@ from contextlib import closing
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import cast
 
 import numpy as np
 import pytest
@@ -54,14 +53,8 @@ def client_of(server: LocalServer) -> Client:
     return server.connect("tcp", MEDIUM, options)
 
 
-def tier_of(server: LocalServer) -> PeerTier:
-    slot = server.node.store.tiers.remote
-    assert slot is not None
-    return cast("PeerTier", slot.tier)
-
-
 def is_up(server: LocalServer, count: int = 1) -> bool:
-    return sum(peer.is_up for peer in tier_of(server).peers.known()) == count
+    return sum(peer.is_up for peer in server.peer_tier.peers.known()) == count
 
 
 def linked(make_server: ServerMaker, *flags: str) -> tuple[LocalServer, LocalServer]:
@@ -142,7 +135,7 @@ def test_who_is_in_its_own_list_does_not_ask_itself(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     first, second = linked(make_server)
-    peers = tier_of(second).peers
+    peers = second.peer_tier.peers
     (peer,) = peers.known()
     session = dial_peer(Settings(), first.address, "me", 20.0)
     monkeypatch.setattr(peers, "_boot_id", session.server.boot_id)
@@ -159,7 +152,7 @@ def test_whom_the_directory_names_is_reached_and_asked_once_a_lookup(
     first, second = node(make_server), node(make_server, "--peers", "127.0.0.1:9")
     keys = store(client_of(first), 1, 40)
     holder = NodeAddress("first", 5, "", first.address)
-    peers, asked = tier_of(second).peers, list[int]()
+    peers, asked = second.peer_tier.peers, list[int]()
 
     def holders(
         wanted: Sequence[ChunkKey], deadline_s: float
@@ -214,7 +207,7 @@ def test_who_has_no_key_of_a_peer_is_not_let_in(make_server: ServerMaker, tmp_pa
     for secret, is_let_in in ((engine, False), (peer, True)):
         (tmp_path / "shown").write_text(secret)
         second = node(make_server, "--peers", first.address, "--peer-key", str(tmp_path / "shown"))
-        (known,) = tier_of(second).peers.known()
+        (known,) = second.peer_tier.peers.known()
         assert eventually(partial(_is_decided, known))
         assert known.is_up is is_let_in
         assert ("has not the role" in known.breaker.reason) is not is_let_in
@@ -236,7 +229,7 @@ def test_over_tls_only_a_peer_of_its_name_that_the_authority_signed_is_shown_the
     for ca, name in ((wrong, "kv.kv.svc"), (right, "other.svc"), (right, "kv.kv.svc")):
         shown = ("--peer-key", str(tmp_path / "shown"), "--peer-ca", str(ca.path))
         second = node(make_server, "--peers", first.address, *shown, "--peer-name", name)
-        (known,) = tier_of(second).peers.known()
+        (known,) = second.peer_tier.peers.known()
         assert eventually(partial(_is_decided, known))
         assert known.is_up is ((ca, name) == (right, "kv.kv.svc"))
     access = Settings(peer_key=tmp_path / "shown", peer_ca=right.path)
@@ -267,7 +260,7 @@ def fake(make_server: ServerMaker) -> Iterator[tuple[LocalServer, FakePeer, list
     reader = client_of(server)
     keys = [keys_of(reader, seed, 1)[0] for seed in range(3)]
     with closing(FakePeer({key: frame_of(key, MEDIUM, CHUNK_TOKENS) for key in keys})) as peer:
-        tier_of(server).peers._dial = peer.dial
+        server.peer_tier.peers._dial = peer.dial
         assert eventually(lambda: is_up(server))
         yield server, peer, keys
         server.close()
@@ -275,7 +268,7 @@ def fake(make_server: ServerMaker) -> Iterator[tuple[LocalServer, FakePeer, list
 
 def wait_for_answers(server: LocalServer, timeout_ms: int = 20_000) -> None:
     """Let peers of a busy machine have the time that they need: what is missed was refused."""
-    tier_of(server).peers._timeout_s = timeout_ms / 1000
+    server.peer_tier.peers._timeout_s = timeout_ms / 1000
 
 
 def as_it_is(message: Message) -> list[Message]:
@@ -332,7 +325,7 @@ def test_what_a_liar_sends_is_a_miss_and_counts_against_it(
     fake: tuple[LocalServer, FakePeer, list[ChunkKey]],
 ) -> None:
     server, peer, keys = fake
-    reader, peers = client_of(server), tier_of(server).peers
+    reader, peers = client_of(server), server.peer_tier.peers
     for lie in LIES:
         wait_for_answers(server, SILENT_MS if lie is half_and_silence else 20_000)
         (before,) = peers.known()

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import grpc
 import pytest
+import zmq
 from blake3 import blake3
 from conftest import ProcessMaker, ServerMaker
 from helpers.credentials import KeyRing
@@ -32,9 +33,10 @@ from kvstore.server import node
 from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry import request_trace
 from kvstore.server.telemetry import tracing as module
-from kvstore.server.telemetry.metrics import COUNTERS, TIMED, Counters, Gauge
+from kvstore.server.telemetry.metrics import COUNTERS, TIMED, Counters
 from kvstore.server.telemetry.request_trace import IDLE_S, NAME_BYTES, RequestLog, check_local
 from kvstore.server.telemetry.tracing import HEADER, MAX_ID_CHARS, RequestId, Tracing, open_tracing
+from kvstore.server.web.event_publisher import END
 from kvstore.server.web.gauges import MetricsText
 
 SERVICE = "kvstore.v1.KVStore"
@@ -177,26 +179,45 @@ def test_a_refused_call_says_by_which_error_and_not_why(
     assert span.events == ()
 
 
-def test_no_span_has_a_token_a_prompt_a_key_or_a_salt(
+def test_no_span_and_no_published_event_has_a_token_a_prompt_or_a_salt(
     traces: Traces, make_server: ServerMaker, tmp_path: Path
 ) -> None:
-    ring, secret = KeyRing(tmp_path / "keys"), tmp_path / "secret"
+    ring, secret, folder = KeyRing(tmp_path / "keys"), tmp_path / "secret", tmp_path / "p"
     secret.write_bytes(b"canary-in-the-salt" * 2)
+    folder.mkdir(mode=0o700)
     proof = ring.make("canary-tenant")
-    server = make_server("--auth-keys", str(ring.path), "--secret-file", str(secret))
+    server = make_server(
+        *("--auth-keys", str(ring.path), "--secret-file", str(secret), "--tiers", "cpu"),
+        *("--events-replay", f"ipc:{folder / 'r'}"),
+    )
     options = ClientOptions("grpc", chunk_tokens=16, deadline_ms=20_000, access=Access(token=proof))
     client = server.connect(options=options)
     keys = store(client, 7, 3)
     assert_reads(client, keys)
-    client.delete(keys=keys)
     with client.events() as pages:
         next(pages)
     traces.one(f"{SERVICE}/Events")
-    written = "".join(span.to_json() for span in traces.all())
-    prompt = ", ".join(map(str, tokens(7, 48)[:4]))
-    hidden = [proof, proof[17:], "canary", prompt, *(key[DIGEST_BYTES:].hex() for key in keys)]
-    assert f"{SERVICE}/Put" in written
-    assert [one for one in hidden if one in written] == []
+    spans = "".join(span.to_json() for span in traces.all())
+    salt, prompt = node.tenant_salts(server.config)("canary-tenant"), tokens(7, 48)[:4]
+    hidden = [proof, proof[17:], "canary", ", ".join(map(str, prompt)), salt.hex()]
+    hidden += [key[DIGEST_BYTES:].hex() for key in keys]
+    assert f"{SERVICE}/Put" in spans
+    assert [one for one in hidden if one in spans] == []
+
+    def published() -> bytes:
+        with zmq.Context() as context, context.socket(zmq.DEALER) as reader:
+            reader.connect(f"ipc://{folder / 'r'}")
+            reader.send_multipart((b"", bytes(8)))
+            told = b""
+            while not told.endswith(END):
+                assert reader.poll(DEADLINE_MS)
+                told += b"".join(reader.recv_multipart())
+        return told
+
+    assert eventually(lambda: all(bytes(key) in published() for key in keys))
+    ids = b"".join(one.to_bytes(4, "little") for one in prompt)
+    raw, secrets = published(), [proof.encode(), proof[17:].encode(), b"canary", salt, ids]
+    assert [one for one in secrets if one in raw] == []
 
 
 def test_a_server_without_an_endpoint_or_a_gpu_loads_neither_opentelemetry_nor_torch() -> None:
@@ -399,28 +420,9 @@ def test_callers_on_the_host_may_read_and_no_others() -> None:
             check_local(peer)
 
 
-GAUGES: list[Gauge] = [
-    ("sessions", "open sessions", "", 3.0),
-    ("tier_used_bytes", "bytes taken", "cpu", 4096.0),
-    ("tier_used_bytes", "bytes taken", "disk", 12.0),
-]
+def test_threads_lose_no_count() -> None:
+    counters = Counters()
 
-
-@pytest.fixture
-def counters() -> Counters:
-    return Counters()
-
-
-def scrape(counters: Counters) -> list[str]:
-    return MetricsText(counters, lambda: GAUGES, ("cpu", "disk")).text().decode().splitlines()
-
-
-def test_an_unknown_name_is_a_mistake_of_ours(counters: Counters) -> None:
-    with pytest.raises(KeyError):
-        counters.add("look_ups")
-
-
-def test_threads_lose_no_count(counters: Counters) -> None:
     def count_up(_: int) -> None:
         for _ in range(500):
             counters.add("get_chunks")
@@ -430,27 +432,33 @@ def test_threads_lose_no_count(counters: Counters) -> None:
     assert counters["get_chunks"] == 4_000
 
 
-def test_every_series_is_served_from_the_start(counters: Counters) -> None:
-    lines = scrape(counters)
+def test_every_series_is_served_from_the_start_and_then_as_it_stands() -> None:
+    counters, gauge = Counters(), ("tier_used_bytes", "bytes taken", "cpu", 4096.0)
+
+    def scrape() -> list[str]:
+        return MetricsText(counters, lambda: [gauge], ("cpu", "disk")).text().decode().splitlines()
+
+    lines = scrape()
     for name in COUNTERS:
         assert f"kvstore_{name}_total 0.0" in lines
-    assert 'kvstore_tier_found_chunks_total{tier="disk"} 0.0' in lines
-    assert 'kvstore_flow_chunks_total{source="cpu",target="disk"} 0.0' in lines
-    assert 'kvstore_tenant_ready_chunks_total{tenant="others"} 0.0' in lines
     for method in TIMED:
         assert f'kvstore_call_seconds_count{{method="{method}"}} 0.0' in lines
-
-
-def test_counters_and_gauges_are_served_as_they_stand(counters: Counters) -> None:
+    for series in (
+        'tier_found_chunks_total{tier="disk"}',
+        'flow_chunks_total{source="cpu",target="disk"}',
+        'tenant_ready_chunks_total{tenant="others"}',
+    ):
+        assert f"kvstore_{series} 0.0" in lines
     counters.add("get_bytes", 7)
     counters.note_move("disk", "cpu", 40)
     counters.note_call("Get", 0.003)
-    lines = scrape(counters)
-    assert "kvstore_get_bytes_total 7.0" in lines
-    assert "kvstore_sessions 3.0" in lines
-    assert 'kvstore_tier_used_bytes{tier="cpu"} 4096.0' in lines
-    assert 'kvstore_tier_used_bytes{tier="disk"} 12.0' in lines
-    assert 'kvstore_flow_bytes_total{source="disk",target="cpu"} 40.0' in lines
-    assert 'kvstore_call_seconds_bucket{le="0.002",method="Get"} 0.0' in lines
-    assert 'kvstore_call_seconds_bucket{le="0.005",method="Get"} 1.0' in lines
-    assert 'kvstore_call_seconds_sum{method="Get"} 0.003' in lines
+    lines = scrape()
+    for series in (
+        "get_bytes_total 7.0",
+        'tier_used_bytes{tier="cpu"} 4096.0',
+        'flow_bytes_total{source="disk",target="cpu"} 40.0',
+        'call_seconds_bucket{le="0.002",method="Get"} 0.0',
+        'call_seconds_bucket{le="0.005",method="Get"} 1.0',
+        'call_seconds_sum{method="Get"} 0.003',
+    ):
+        assert f"kvstore_{series}" in lines

@@ -392,26 +392,11 @@ def test_other_hosts_get_what_the_settings_expose() -> None:
         assert asked_by(client, flags, "/metrics", host)[0] == metrics_status
 
 
-def test_the_servers_of_the_directory_are_shown(served: LocalServer) -> None:
-    me, other = (SimpleNamespace(node_id=n, grpc_address=f"{n}:7420") for n in ("a", "<b>"))
-    node = served.node
-    backend = _backend(time.monotonic, store=node.store, sessions=node.sessions)
-    backend.directory = _directory(me, other)
-    shown = Dashboard(backend).data()["nodes"]
-    assert shown == [["a", "a:7420", "this one"], ["<b>", "<b>:7420", "lives"]]
-
-
 def _backend(clock: Callable[[], float], **parts: Any) -> Any:
     """What the dashboard looks at."""
     checks, identity = SimpleNamespace(clock=clock), SimpleNamespace(version="1", started_at=0.0)
     parts = {"store": SimpleNamespace(counters=Counters())} | parts
     return SimpleNamespace(checks=checks, identity=identity, **parts)
-
-
-def _directory(me: Any, other: Any) -> Any:
-    """A directory of two nodes."""
-    report = SimpleNamespace(nodes=(other,), failure="")
-    return SimpleNamespace(me=me, report=lambda: report)
 
 
 def test_tenants_beyond_the_limit_are_counted_together() -> None:

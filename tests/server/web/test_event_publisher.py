@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,14 +19,12 @@ import pytest
 import zmq
 from conftest import ServerMaker
 from golden.samples import FOLDER
-from helpers.credentials import KeyRing
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
-from helpers.prompts import store, tokens
+from helpers.prompts import store
 
-from kvstore.client import Access, ClientOptions
+from kvstore.client import ClientOptions
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import DIGEST_BYTES, ROOT, Accuracy, ChainDigest, ChunkKey
-from kvstore.server.node import tenant_salts
 from kvstore.server.settings.settings import load_config
 from kvstore.server.telemetry.events import PAGE_EVENTS, Event, Page
 from kvstore.server.telemetry.metrics import Counters
@@ -44,9 +41,7 @@ from kvstore.server.web.event_publisher import (
 )
 from kvstore.server.web.event_sockets import (
     SECRET_NAME,
-    ConnectionCap,
     EventSockets,
-    bind_to,
     load_key,
     parse_readers,
 )
@@ -427,32 +422,6 @@ def test_a_folder_that_others_may_enter_and_a_taken_address_are_refused(tmp_path
             bind(address.removeprefix("tcp://"))
 
 
-def test_what_is_published_has_no_token_a_prompt_or_a_salt(
-    make_server: ServerMaker, context: Sockets, tmp_path: Path
-) -> None:
-    ring, secret = KeyRing(tmp_path / "ring"), tmp_path / "secret"
-    secret.write_bytes(b"canary-in-the-salt" * 2)
-    proof = ring.make("canary-tenant")
-    server = make_server(
-        *("--auth-keys", str(ring.path), "--secret-file", str(secret), "--tiers", "cpu"),
-        *published(tmp_path / "p"),
-    )
-    client = server.connect(options=replace(OPTIONS, access=Access(token=proof)))
-    keys = store(client, 7, 3)
-    subscriber = Subscriber(context, server)
-    assert eventually(lambda: known_of(subscriber.missed(0)) == set(keys))
-    subscriber.replay.send_multipart((b"", bytes(8)))
-    raw = b""
-    while not raw.endswith(module.END):
-        assert subscriber.replay.poll(DEADLINE_MS)
-        raw += b"".join(subscriber.replay.recv_multipart())
-    salt = tenant_salts(server.config)("canary-tenant")
-    ids = [one.to_bytes(4, "little") for one in tokens(7, 48)]
-    hidden = [proof.encode(), proof[17:].encode(), b"canary", salt, b"".join(ids[:4])]
-    assert [one for one in hidden if one in raw] == []
-    assert all(bytes(key) in raw for key in keys)
-
-
 MOST = 6
 
 
@@ -479,51 +448,37 @@ def is_hung_up_on(link: socket.socket) -> bool:
     return True
 
 
-class Router:
-    """A bound socket with a limit of ``MOST``, and what was refused."""
-
-    def __init__(self, endpoint: str) -> None:
-        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = self.context.socket(zmq.ROUTER)
-        self.socket.handshake_ivl = 0
-        self.refused = 0
-        self.cap = ConnectionCap(self.socket, MOST, self._count)
-        self.address = bind_to(self.socket, endpoint)
-
-    def _count(self) -> None:
-        self.refused += 1
-
-    def has(self, connections: int, refused: int) -> bool:
-        self.cap.hold()
-        return (len(self.cap._open), self.refused) == (connections, refused)
-
-    def close(self) -> None:
-        self.context.destroy(linger=0)
-
-
 @pytest.fixture(params=["tcp", "ipc"])
-def router(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Router]:
-    one = Router("127.0.0.1:0" if request.param == "tcp" else f"ipc:{tmp_path / 'r'}")
-    yield one
-    one.close()
+def limited(
+    make_server: ServerMaker, request: pytest.FixtureRequest, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> LocalServer:  # fmt: skip
+    """A server that has ``MOST`` readers at each of its two addresses."""
+    monkeypatch.setattr(event_sockets, "MAX_CONNECTIONS", MOST)
+    monkeypatch.setattr(event_sockets, "_HANDSHAKE_MS", 100_000)
+    tcp = ("--events", "127.0.0.1:0", "--events-replay", "127.0.0.1:0")
+    return make_server(*(tcp if request.param == "tcp" else published(tmp_path / "p")))
 
 
-def test_who_comes_beyond_the_limit_is_hung_up_on_and_room_comes_back(router: Router) -> None:
+def test_who_comes_beyond_the_limit_is_hung_up_on_and_room_comes_back(
+    limited: LocalServer, context: Sockets
+) -> None:
+    addresses = publisher_of(limited).addresses
     with ExitStack() as stack:
-        links = [silent_link(router.address, stack) for _ in range(MOST)]
-        assert eventually(lambda: router.has(MOST, 0))
-        more = [silent_link(router.address, stack) for _ in range(3)]
-        assert eventually(lambda: router.has(MOST, 3))
-        assert all(map(is_hung_up_on, more))
+        links = [silent_link(one, stack) for one in addresses for _ in range(MOST)]
+        more = [silent_link(one, stack) for one in addresses for _ in range(3)]
+        assert eventually(lambda: limited.counter("zmq_refused_connections") == len(more))
+        assert eventually(lambda: all(map(is_hung_up_on, more)))
         assert not any(map(is_hung_up_on, links))
-        links[0].close()
-        assert eventually(lambda: router.has(MOST - 1, 3))
-        silent_link(router.address, stack)
-        assert eventually(lambda: router.has(MOST, 3))
-    assert eventually(lambda: router.has(0, 3))
+        late = Subscriber(context, limited)
+        assert late.missed(0, within_ms=300) == []
+    assert eventually(lambda: bool(late.missed(0, within_ms=100)))
 
 
-def test_a_number_that_is_another_file_by_now_is_left_alone(router: Router, tmp_path: Path) -> None:
+def test_a_number_that_is_another_file_by_now_is_left_alone(
+    limited: LocalServer, tmp_path: Path
+) -> None:
+    cap = publisher_of(limited)._sockets._caps[0]
     left, right = socket.socketpair()
     listener = socket.create_server(("127.0.0.1", 0))
     far = socket.create_connection(listener.getsockname())
@@ -531,31 +486,14 @@ def test_a_number_that_is_another_file_by_now_is_left_alone(router: Router, tmp_
     with left, right, listener, far, near, (tmp_path / "file").open("wb") as file:
         files = len(os.listdir("/proc/self/fd"))
         for one in (left, near, file):
-            router.cap._hang_up(one.fileno())
+            cap._hang_up(one.fileno())
         spare = os.dup(file.fileno())
         os.close(spare)
-        router.cap._hang_up(spare)
+        cap._hang_up(spare)
         assert len(os.listdir("/proc/self/fd")) == files
         left.sendall(b"a")
         near.sendall(b"b")
         assert (right.recv(1), far.recv(1)) == (b"a", b"b")
-
-
-@pytest.mark.parametrize("flag", ["--events", "--events-replay"])
-def test_readers_of_events_are_so_many(
-    flag: str, make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(event_sockets, "MAX_CONNECTIONS", MOST)
-    monkeypatch.setattr(event_sockets, "_HANDSHAKE_MS", 100_000)
-    folder = tmp_path / "p"
-    folder.mkdir(mode=0o700)
-    server: LocalServer = make_server(flag, f"ipc:{folder / 'e'}")
-    assert server.node.publisher is not None
-    (address,) = server.node.publisher.addresses
-    with ExitStack() as stack:
-        links = [silent_link(address, stack) for _ in range(4 * MOST)]
-        assert eventually(lambda: server.counter("zmq_refused_connections") == 3 * MOST)
-        assert sum(not is_hung_up_on(link) for link in links) == MOST
 
 
 def test_keys_are_made_at_the_first_start_and_found_at_the_next(tmp_path: Path) -> None:
