@@ -265,10 +265,10 @@ def measure_faults(report: Report, folder: Path) -> None:
 
 
 def _soak(report: Report) -> None:
+    soak = (sys.executable, "tests/faults/soak.py", "--minutes", str(MINUTES), "--seed", "1")
     done = subprocess.run(
-        [sys.executable, "tests/faults/soak.py", "--minutes", str(MINUTES), "--seed", "1"],
-        cwd=ROOT, env={**os.environ, "PYTHONPATH": "src:tests"},
-        capture_output=True, text=True, check=False, timeout=60 * MINUTES + 300,
+        ["env", "PYTHONPATH=src:tests", *soak],
+        cwd=ROOT, capture_output=True, text=True, check=False, timeout=60 * MINUTES + 300,
     )  # fmt: skip
     try:
         figures = json.loads(done.stdout.splitlines()[-1])["soak"]
