@@ -308,7 +308,7 @@ def measured(windows: int = 4) -> Levels:
     from bench.codecs.ours import Chunks, Coder
     from bench.codecs.texts import Lengths
 
-    model = PrefixModel(Lengths(windows, CHUNK_TOKENS, greedy=1))
+    model = PrefixModel(Lengths(windows))
     chunks = Chunks.of("bench/tinylm", model.bits, model.rope)
     coded = Coder.of("kvq:layered", chunks).code(chunks.bits)
     (exact,) = Coder.of(LOSSLESS, chunks).code(chunks.bits)
