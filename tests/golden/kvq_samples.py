@@ -57,6 +57,8 @@ def tensors(layout: KVLayout = LAYOUT) -> list[list[list[Part]]]:
         other = (11 * token * (1 + channel % 7) + 3 * index) % 17 - 8
         centre = 16 * ((5 * channel + head + index) % 9 - 4)
         numbers = ((tooth + other) / 4 + centre / 8).astype(np.float32)
+        if layout != LAYOUT:
+            numbers /= np.float32(3)
         numbers[component.kv_heads // 2, component.tokens // 2 - 3, 7] = 300
         layers.append(np.empty(component.shape, f"<u{component.dtype.item_bytes}"))
         from_float32(numbers, component.dtype, layers[-1])
