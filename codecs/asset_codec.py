@@ -13,11 +13,12 @@ from functools import lru_cache
 from typing import Any, ClassVar, NamedTuple, Self, TypeAlias
 
 import numpy as np
+from numpy.typing import NDArray
 from typing_extensions import override
 
 from kvstore.codecs.assets import ASSETS, Asset, AssetKind, AssetShelf, Table
 from kvstore.codecs.base import EncodedLayer, EncodeTerms, LayerTerms, LossyCodec, Part
-from kvstore.codecs.floats import Floats, has_floats, is_finite
+from kvstore.codecs.floats import ByteCutter, Floats, has_floats, is_finite
 from kvstore.codecs.kvq_models import RATIOS
 from kvstore.codecs.raw import part_views
 from kvstore.codecs.rope import MAX_PAIRS
@@ -45,6 +46,42 @@ assert HEAD_BYTES == 24
 
 CodedLayer: TypeAlias = "tuple[int, Sequence[Table | bytes], float]"
 """The codec's own number, the fields behind the head, and the largest error."""
+
+
+MAX_ESCAPED = 8
+"""A layer of which more than one number in so many has no bin is kept as it is."""
+LARGEST_STEP = 32767
+
+
+class Escapes(NamedTuple):
+    """Whole numbers that have no symbol: ``steps`` i16, by their ascending ``places`` u32."""
+
+    places: NDArray[np.uint32]
+    steps: NDArray[np.int16]
+
+    @classmethod
+    def of(cls, numbers: NDArray[Any], is_escaped: NDArray[np.bool_]) -> Escapes | None:
+        """Return those of *numbers*; None where they are too many."""
+        places = np.flatnonzero(is_escaped).astype("<u4")
+        if len(places) > numbers.size // MAX_ESCAPED:
+            return None
+        return cls(places, numbers.reshape(-1)[places].astype("<i2"))
+
+    @classmethod
+    def take(cls, cut: ByteCutter, count: int, items: int) -> Escapes:
+        """Return the next *count* of *items* numbers. Raises InvalidFrameError."""
+        if count > items // MAX_ESCAPED:
+            raise InvalidFrameError("escapes", count, f"at most {items // MAX_ESCAPED}")
+        found = cls(cut.take("<u4", count), cut.take("<i2", count))
+        places = found.places
+        if count and (int(places[-1]) >= items or (places[1:] <= places[:-1]).any()):
+            raise InvalidFrameError("escapes", int(places[-1]), f"must ascend, below {items}")
+        return found
+
+    def put(self, numbers: Floats, first: int) -> None:
+        """Put them among *numbers*, C-ordered, of which the first one's place is *first*."""
+        low, high = np.searchsorted(self.places, (first, first + numbers.size))
+        numbers.reshape(-1)[self.places[low:high] - first] = self.steps[low:high]
 
 
 class Coded(NamedTuple):
@@ -175,10 +212,13 @@ class AssetCodec(LossyCodec):
 
     @abstractmethod
     def decode_coded(
-        self, body: Bytes, component: Component, out: Sequence[Part], head: Coded,
+        self, cut: ByteCutter, component: Component, out: Sequence[Part], head: Coded,
         position: int | None,
     ) -> None:  # fmt: skip
-        """Decode what ``coded`` returned, *body*, behind its *head*. Raises as ``decode_layer``."""
+        """Decode the fields that ``coded`` returned, *cut* from behind the *head*, to their end.
+
+        Raises as ``decode_layer``.
+        """
 
     @override
     def check_asset(self, header: FrameHeader) -> None:
@@ -273,7 +313,7 @@ class AssetCodec(LossyCodec):
         views = [part.view(f"<u{part.dtype.itemsize}") for part in out]
         if body[0] == CODED and _is_coded(component):
             head = self._head(body, component)
-            self.decode_coded(body[HEAD_BYTES:], component, views, head, position)
+            self.decode_coded(ByteCutter(body, HEAD_BYTES), component, views, head, position)
             return
         if position is not None:
             raise InvalidRequestError("position", position, "this layer's keys cannot be rotated")

@@ -20,7 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.codecs.asset_codec import AssetCodec, AssetTables, Coded, CodedLayer
+from kvstore.codecs.asset_codec import (
+    LARGEST_STEP,
+    AssetCodec,
+    AssetTables,
+    Coded,
+    CodedLayer,
+    Escapes,
+)
 from kvstore.codecs.assets import Asset, AssetKind, Table
 from kvstore.codecs.base import LayerTerms, Part
 from kvstore.codecs.floats import (
@@ -33,7 +40,6 @@ from kvstore.codecs.floats import (
     to_float32,
 )
 from kvstore.codecs.rans import GROUP_CHANNELS, LANES, SLOTS, ModelTable, native_backend
-from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import Accuracy, Component
 
@@ -163,25 +169,19 @@ def to_tiles(array: Table, padding: int) -> Table:
     return room
 
 
-MAX_ESCAPED = 8
-"""A layer of which more than one delta in so many has no bin is kept as it is."""
-
-_LARGEST_STEP = 32767
 _BOX_ITEMS = 1 << 15
 
 
 @dataclass(frozen=True, slots=True)
 class Split:
     """A layer as symbols: scales f2 (parts, heads, groups), anchors u8 (parts, heads, groups,
-    dim), deltas u8 (parts, heads, other tokens, dim); the steps i2 of escaped deltas, by their
-    ascending places u32 among the deltas in C order.
+    dim), deltas u8 (parts, heads, other tokens, dim), and escapes among the deltas in C order.
     """
 
     scales: Part
     anchors: NDArray[np.uint8]
     deltas: NDArray[np.uint8]
-    escape_places: NDArray[np.uint32]
-    escape_steps: NDArray[np.int16]
+    escapes: Escapes
 
 
 def split(values: Floats, widths: Part) -> Split | None:
@@ -203,15 +203,14 @@ def split(values: Floats, widths: Part) -> Split | None:
         deltas /= widths[..., None, None]
     np.rint(deltas, out=deltas)
     size = np.abs(deltas)
-    if size.max(initial=np.float32(0)) > _LARGEST_STEP:
+    if size.max(initial=np.float32(0)) > LARGEST_STEP:
         return None
-    places = np.flatnonzero(size >= DELTA_ZERO)
-    if len(places) > deltas.size // MAX_ESCAPED:
+    escapes = Escapes.of(deltas, size >= DELTA_ZERO)
+    if escapes is None:
         return None
-    escape_steps = deltas.reshape(-1)[places].astype("<i2")
     deltas += DELTA_ZERO
-    deltas.reshape(-1)[places] = ESCAPE
-    return Split(scales, anchors, deltas.astype(np.uint8), places.astype("<u4"), escape_steps)
+    deltas.reshape(-1)[escapes.places] = ESCAPE
+    return Split(scales, anchors, deltas.astype(np.uint8), escapes)
 
 
 def join(symbols: Split, widths: Part, component: Component, out: Sequence[Part]) -> None:
@@ -237,9 +236,7 @@ def _join_head(
         piece = deltas[group * rest : (group + step) * rest]
         steps = np.zeros((len(lead) * rest, dim), np.float32)
         np.subtract(piece, np.float32(DELTA_ZERO), out=steps[: len(piece)])
-        start = first + group * rest * dim
-        low, high = np.searchsorted(symbols.escape_places, (start, start + piece.size))
-        steps.reshape(-1)[symbols.escape_places[low:high] - start] = symbols.escape_steps[low:high]
+        symbols.escapes.put(steps[: len(piece)], first + group * rest * dim)
         steps *= np.float32(width)
         values = np.empty((len(lead), GROUP_TOKENS, dim), np.float32)
         values[:, 0] = lead
@@ -264,7 +261,6 @@ class CachegenCodec(AssetCodec):
     def coded(
         self, bits: Sequence[Part], layer: LayerTerms, tables: LayerTables
     ) -> CodedLayer | None:
-        """Return a coded layer; None where too much has no bin."""
         component, dtype = layer.component, layer.component.dtype
         widths = tables.widths * np.float32(QUALITIES[self.quality])
         values = [to_float32(part, dtype) for part in bits]
@@ -275,50 +271,41 @@ class CachegenCodec(AssetCodec):
         models = tables.delta_models[self.quality]
         *deltas, delta_words = tables.deltas.encode(symbols.deltas, models)
         fields = (
-            symbols.scales, *anchors, *deltas, symbols.escape_places, symbols.escape_steps,
-            anchor_words, delta_words,
+            symbols.scales, *anchors, *deltas, *symbols.escapes, anchor_words, delta_words,
         )  # fmt: skip
         back = [np.empty(component.shape, part.dtype) for part in bits]
         join(symbols, widths, component, back)
         pairs = zip(back, values, strict=True)
         error = max(largest_error(to_float32(one, dtype), other) for one, other in pairs)
-        return len(symbols.escape_places), fields, error
+        return len(symbols.escapes.places), fields, error
 
     @override
     def decode_coded(
-        self, body: Bytes, component: Component, out: Sequence[Part], head: Coded,
+        self, cut: ByteCutter, component: Component, out: Sequence[Part], head: Coded,
         position: int | None,
     ) -> None:  # fmt: skip
-        """Decode one coded layer; its keys are as they were rotated."""
         if position is not None:
             raise InvalidRequestError("position", position, "cachegen does not rotate keys")
-        symbols = _parse(body, component, head)
+        symbols = _parse(cut, component, head)
         join(symbols, head.tables.widths * np.float32(QUALITIES[head.quality]), component, out)
 
 
-def _parse(body: Bytes, component: Component, head: Coded) -> Split:
-    """Return the symbols in *body*, every length checked before it is used."""
-    parts, heads, escapes, tables = component.parts, component.kv_heads, head.number, head.tables
+def _parse(cut: ByteCutter, component: Component, head: Coded) -> Split:
+    """Return the symbols of a layer, every length checked before it is used."""
+    parts, heads, tables, take = component.parts, component.kv_heads, head.tables, cut.take
     groups = -(-component.tokens // GROUP_TOKENS)
     others = component.tokens - groups
-    items = parts * heads * others * component.head_dim
-    if escapes > items // MAX_ESCAPED:
-        raise InvalidFrameError("escapes", escapes, f"at most {items // MAX_ESCAPED}")
     tiles = parts * (heads if component.head_dim % GROUP_CHANNELS == 0 else 1)
-    cutter = ByteCutter(body)
-    take = cutter.take
     scales = take("<f2", parts * heads * groups)
     states, counts = take("<u4", LANES * tiles), take("<u4", tiles)
     delta_states, delta_counts = take("<u4", LANES * tiles), take("<u4", tiles)
-    places, steps = take("<u4", escapes), take("<i2", escapes)
+    escapes = Escapes.take(cut, head.number, parts * heads * others * component.head_dim)
     check_scales(scales)
     words, delta_words = (take("<u2", int(c.sum(dtype=np.uint64))) for c in (counts, delta_counts))
-    cutter.end()
+    cut.end()
     anchors = tables.anchors.decode(
         (states, counts, words), tables.anchor_models, groups, component
     )
     stream = (delta_states, delta_counts, delta_words)
     deltas = tables.deltas.decode(stream, tables.delta_models[head.quality], others, component)
-    if escapes and (int(places[-1]) >= items or (places[1:] <= places[:-1]).any()):
-        raise InvalidFrameError("escapes", int(places[-1]), "must ascend, within the layer")
-    return Split(scales.reshape(parts, heads, groups), anchors, deltas, places, steps)
+    return Split(scales.reshape(parts, heads, groups), anchors, deltas, escapes)

@@ -19,15 +19,19 @@ from typing_extensions import override
 
 from kvstore.codecs.base import EncodedLayer, LayerTerms, LossyCodec, Part
 from kvstore.codecs.floats import has_floats, is_finite
-from kvstore.codecs.kvq_body import (
+from kvstore.codecs.kvq_layer import (
     MAX_SINKS,
     QUANTISED,
+    Decoding,
+    Encoding,
+    angles_of,
     decode_exact,
     encode_exact,
+    layer_behind,
     max_exact_bytes,
     max_refined_bytes,
+    sinks_moved,
 )
-from kvstore.codecs.kvq_layer import Decoding, Encoding, angles_of, layer_behind, sinks_moved
 from kvstore.codecs.kvq_models import ASSET, NO_CLASSES, RATIOS, classes_of
 from kvstore.codecs.kvq_tiles import LEVELS, TILE_CHANNELS, Cut, KvqLoops
 from kvstore.proto.buffers import Bytes

@@ -1,7 +1,7 @@
 """kvq frames decoded where they lie in a device's memory, into an engine's pages.
 
 The kernels stand in kvq_kernels.cu, behind those of rans_kernels.cu. The host reads the head of
-each layer, checks it as ``kvq_body`` does, and launches one warp a tile; what lies behind the
+each layer, checks it as ``kvq_layer`` does, and launches one warp a tile; what lies behind the
 heads is checked by the kernels as they go. torch is imported here.
 """
 
@@ -28,7 +28,7 @@ from kvstore.codecs.frame_kernels import (
     run,
 )
 from kvstore.codecs.kvq import KvqCodec
-from kvstore.codecs.kvq_body import HEAD, QUANTISED, Head
+from kvstore.codecs.kvq_layer import HEAD, QUANTISED, Head
 from kvstore.codecs.kvq_models import kvq_models
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut
 from kvstore.codecs.paged import FrameAt, Paged, Pages, check_frames

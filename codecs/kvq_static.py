@@ -22,8 +22,15 @@ from kvstore.codecs.assets import Asset, AssetKind, Table
 from kvstore.codecs.base import LayerTerms, Part
 from kvstore.codecs.floats import ByteCutter, Floats, to_float32
 from kvstore.codecs.kvq import ratios_of
-from kvstore.codecs.kvq_body import Body, Stream, check_body, tile_count
-from kvstore.codecs.kvq_layer import NO_FREQUENCIES, Decoding, Encoding, angles_of
+from kvstore.codecs.kvq_layer import (
+    NO_FREQUENCIES,
+    Body,
+    Decoding,
+    Encoding,
+    angles_of,
+    check_body,
+    tile_count,
+)
 from kvstore.codecs.kvq_models import (
     ESCAPE,
     PADDING_MODEL,
@@ -45,9 +52,8 @@ from kvstore.codecs.kvq_tiles import (
     errors_of,
     steps_of,
 )
-from kvstore.codecs.rans import LANES
+from kvstore.codecs.rans import LANES, Stream
 from kvstore.codecs.rope import rotate
-from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import Accuracy, Component, DType
 
@@ -140,7 +146,6 @@ class StaticKvqCodec(AssetCodec):
     def coded(
         self, bits: Sequence[Part], layer: LayerTerms, tables: Sequence[PartStatistics]
     ) -> CodedLayer | None:
-        """Return a coded layer and its bound; None where it would not hold."""
         dtype = layer.component.dtype
         encoding = Encoding(layer, 0, KvqLoops())
         encoding.frequencies = _frequencies(tables)
@@ -168,12 +173,11 @@ class StaticKvqCodec(AssetCodec):
 
     @override
     def decode_coded(
-        self, body: Bytes, component: Component, out: Sequence[Part], head: Coded,
+        self, cut: ByteCutter, component: Component, out: Sequence[Part], head: Coded,
         position: int | None,
     ) -> None:  # fmt: skip
-        """Decode one coded layer, its keys rotated to *position*, or as they were for None."""
         place = moved_to(position, head.number, head.tables[0].frequencies)
-        decoding = Decoding(_parsed(body, component, head.tables), component)
+        decoding = Decoding(_parsed(cut, component, head.tables), component)
         decoding.write(out, _frequencies(head.tables), place)
 
 
@@ -214,9 +218,8 @@ def _quantise(
     return found, shifts
 
 
-def _parsed(data: Bytes, component: Component, statistics: Sequence[PartStatistics]) -> Body:
+def _parsed(cut: ByteCutter, component: Component, statistics: Sequence[PartStatistics]) -> Body:
     """Return the body of a layer, sizes checked before use. Raises InvalidFrameError."""
-    cut = ByteCutter(data)
     words, escaped, error_bound, zero = _COUNTS.unpack(cut.take("<u1", _COUNTS.size).tobytes())
     if zero or not 0 <= error_bound < np.inf:
         raise InvalidFrameError("head", (zero, error_bound), "zero, and a finite bound")

@@ -23,9 +23,11 @@ from typing_extensions import override
 
 from kvstore.codecs.asset_codec import (
     LARGEST_NUMBER,
+    LARGEST_STEP,
     AssetCodec,
     Coded,
     CodedLayer,
+    Escapes,
     TurnedTables,
     moved_to,
 )
@@ -43,7 +45,6 @@ from kvstore.codecs.kvq_models import (
 )
 from kvstore.codecs.rans import GROUP_CHANNELS, LANES, native_backend
 from kvstore.codecs.rope import rotate, rotation
-from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import Accuracy, Component, DType
 
@@ -97,11 +98,8 @@ class KvtcTables(TurnedTables):
 
 SINK_TOKENS = 4
 """First tokens of a prompt: attention leans on them, and they are like no others."""
-MAX_ESCAPED = 8
-"""A layer of which more than one number in so many has no bin is kept as it is."""
 
 _PART = struct.Struct("<HHII")
-_LARGEST_STEP = 32767
 _BOX_ITEMS = 1 << 16
 
 
@@ -119,7 +117,6 @@ class KvtcCodec(AssetCodec):
     def coded(
         self, bits: Sequence[Part], layer: LayerTerms, tables: Sequence[PartTables]
     ) -> CodedLayer | None:
-        """Return a coded layer; None where too many numbers are far outside of the asset's."""
         fields = []
         for part, mine in zip(bits, tables, strict=True):
             coded = _encode(part, layer, mine, mine.deviation * RATIOS[self.quality])
@@ -130,14 +127,12 @@ class KvtcCodec(AssetCodec):
 
     @override
     def decode_coded(
-        self, body: Bytes, component: Component, out: Sequence[Part], head: Coded,
+        self, cut: ByteCutter, component: Component, out: Sequence[Part], head: Coded,
         position: int | None,
     ) -> None:  # fmt: skip
-        """Decode one coded layer, its keys rotated to *position*, or as they were for None."""
         place = moved_to(position, head.number, head.tables[0].frequencies)
-        cutter = ByteCutter(body)
-        parts = [_parse(cutter, component, mine) for mine in head.tables]
-        cutter.end()
+        parts = [_parse(cut, component, mine) for mine in head.tables]
+        cut.end()
         for parsed, mine, part in zip(parts, head.tables, out, strict=True):
             _decode(parsed, mine, mine.deviation * RATIOS[head.quality], (head.number, place), part)
 
@@ -145,15 +140,13 @@ class KvtcCodec(AssetCodec):
 @dataclass(frozen=True, slots=True, eq=False)
 class _Coded:
     """One part: ``exact`` its first tokens as they are, (kv_heads, sinks, head_dim); ``models``
-    u8, one for each component that was kept; the stream; steps of escaped numbers i16 by their
-    ascending places u32 in (tokens, components).
+    u8, one for each component that was kept; the stream; escapes in (tokens, components).
     """
 
     exact: Part
     models: NDArray[np.uint8]
     states: NDArray[np.uint32]
-    places: NDArray[np.uint32]
-    steps: NDArray[np.int16]
+    escapes: Escapes
     words: NDArray[np.uint16]
     dtype: DType
 
@@ -171,22 +164,21 @@ def _encode(bits: Part, layer: LayerTerms, tables: PartTables, step: float) -> b
     flat -= tables.mean
     flat[:sinks] = 0
     steps = np.rint((flat @ tables.basis[:, :kept]) / np.float32(step))
-    if not np.abs(steps).max() <= _LARGEST_STEP:
+    if not np.abs(steps).max() <= LARGEST_STEP:
         return None
     quotients = steps.astype(np.int16)
     models = _pick(quotients)
     is_escaped = np.abs(quotients) > kvq_models().reach[models]
-    places = np.flatnonzero(is_escaped).astype("<u4")
-    if len(places) > quotients.size // MAX_ESCAPED:
+    escapes = Escapes.of(quotients, is_escaped)
+    if escapes is None:
         return None
     symbols = np.where(is_escaped, ESCAPE, quotients + ZERO).astype(np.uint8)
     padded = np.full((component.tokens, kept + -kept % GROUP_CHANNELS), ZERO, np.uint8)
     padded[:, :kept] = symbols
     table, rows = kvq_models().table, _padded(models)[None]
     (states,), _, words = native_backend().encode_tiles(padded[None], rows, table)
-    escaped = quotients.reshape(-1)[places].astype("<i2")
-    head = _PART.pack(kept, sinks, len(places), len(words))
-    fields = (bits[:, :sinks], models, states, places, escaped, words)
+    head = _PART.pack(kept, sinks, len(escapes.places), len(words))
+    fields = (bits[:, :sinks], models, states, *escapes, words)
     return head + b"".join(np.ascontiguousarray(field).tobytes() for field in fields)
 
 
@@ -205,24 +197,19 @@ def _padded(models: NDArray[np.uint8]) -> NDArray[np.uint8]:
     return np.pad(models, (0, -len(models) % GROUP_CHANNELS), constant_values=PADDING_MODEL)
 
 
-def _parse(cutter: ByteCutter, component: Component, tables: PartTables) -> _Coded:
+def _parse(cut: ByteCutter, component: Component, tables: PartTables) -> _Coded:
     """Return the next part; sizes are checked before use."""
-    kept, sinks, escapes, words = _PART.unpack(cutter.take("<u1", _PART.size).tobytes())
+    kept, sinks, count, words = _PART.unpack(cut.take("<u1", _PART.size).tobytes())
     heads, tokens, dim = component.shape
     if not 1 <= kept <= tables.basis.shape[1] or sinks > min(SINK_TOKENS, tokens):
         raise InvalidFrameError("components", (kept, sinks), f"1 to {tables.basis.shape[1]}")
-    if escapes > tokens * kept // MAX_ESCAPED:
-        raise InvalidFrameError("escapes", escapes, f"at most {tokens * kept // MAX_ESCAPED}")
-    exact = cutter.take(f"<u{component.dtype.item_bytes}", heads * sinks * dim)
-    models, states = cutter.take("<u1", kept), cutter.take("<u4", LANES)
-    places, steps = cutter.take("<u4", escapes), cutter.take("<i2", escapes)
-    stream = cutter.take("<u2", words)
+    exact = cut.take(f"<u{component.dtype.item_bytes}", heads * sinks * dim)
+    models, states = cut.take("<u1", kept), cut.take("<u4", LANES)
+    escapes = Escapes.take(cut, count, tokens * kept)
     if models.max() >= MODELS:
         raise InvalidFrameError("models", int(models.max()), f"there are {MODELS}")
-    if escapes and (int(places[-1]) >= tokens * kept or (places[1:] <= places[:-1]).any()):
-        raise InvalidFrameError("escapes", int(places[-1]), "must ascend, within the part")
     exact = exact.reshape(heads, sinks, dim)
-    return _Coded(exact, models, states, places, steps, stream, component.dtype)
+    return _Coded(exact, models, states, escapes, cut.take("<u2", words), component.dtype)
 
 
 def _decode(
@@ -240,9 +227,7 @@ def _decode(
     for start in range(0, tokens, rows):
         piece = symbols[start : start + rows, :kept].astype(np.float32)
         piece -= np.float32(ZERO)
-        first = start * kept
-        low, high = np.searchsorted(coded.places, (first, first + piece.size))
-        piece.reshape(-1)[coded.places[low:high] - first] = coded.steps[low:high]
+        coded.escapes.put(piece, start * kept)
         piece *= np.float32(step)
         flat = piece @ basis
         flat += tables.mean

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
-from typing import TypeAlias
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 from numpy.typing import NDArray
@@ -84,19 +84,28 @@ class ModelTable:
         return table
 
 
+class Stream(NamedTuple):
+    """The stream of n tiles: ``states`` u32 (n, 32), ``counts`` u32 (n,) of their ``words`` u16."""
+
+    states: U32
+    counts: U32
+    words: U16
+
+
 class Backend:
     """The loops of one path, with the checks of their arguments. Thread-safe."""
 
     def __init__(self, path: str | None = None) -> None:
         self._native = loops(path)
 
-    def encode_tiles(self, symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, U16]:
-        """Encode *symbols* u8 (tiles, tokens, channels) by *models* u8 (tiles, channels).
+    def encode_tiles(self, symbols: U8, models: U8, table: ModelTable) -> Stream:
+        """Encode *symbols* u8 (tiles, tokens, channels) by *models* u8 (tiles, channels), or by
+        one for each symbol, in the shape of *symbols*.
 
-        Channels are a multiple of 64. Returns the final states u32 (tiles, 32), how many words
-        each tile has u32 (tiles,), and the words u16, one tile after another. Raises
-        InvalidRequestError for shapes that disagree or a symbol that its model cannot code.
+        Channels are a multiple of 64. Raises InvalidRequestError for shapes that disagree or a
+        symbol that its model cannot code.
         """
+        symbols, models = _by_channel(symbols, models)
         _check_symbols(symbols, models, table)
         contiguous = np.ascontiguousarray
         return self.encode(contiguous(symbols), contiguous(models), table)
@@ -109,9 +118,10 @@ class Backend:
         Raises InvalidFrameError unless every lane ends at 2^16 and each tile uses exactly its
         words; *out* then holds rubbish. No index that it takes from the stream leaves the arrays.
         """
-        _check_symbols(out, models, table)
         if not out.flags.c_contiguous:
             raise InvalidRequestError("out", out.strides, "give a C-ordered array")
+        out, models = _by_channel(out, models)
+        _check_symbols(out, models, table)
         tiles = len(out)
         if states.shape != (tiles, LANES) or counts.shape != (tiles,) or words.ndim != 1:
             raise InvalidFrameError("states", (states.shape, counts.shape), f"are of {tiles} tiles")
@@ -122,7 +132,7 @@ class Backend:
         if not self.decode(states, counts, words, models, table, out):
             raise InvalidFrameError("words", len(words), "the stream does not end where it must")
 
-    def encode(self, symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, U16]:
+    def encode(self, symbols: U8, models: U8, table: ModelTable) -> Stream:
         """Do what ``encode_tiles`` does with what was checked."""
         tiles, tokens, channels = symbols.shape
         states = np.full((tiles, LANES), MIN_STATE, np.uint32)
@@ -132,7 +142,7 @@ class Backend:
         used = done(self._native.rans_encode(*addresses(*arrays), *sizes))
         if used < 0:
             raise uncodable()
-        return states, counts, words[:used]
+        return Stream(states, counts, words[:used])
 
     def decode(
         self, states: U32, counts: U32, words: U16, models: U8, table: ModelTable, out: U8
@@ -153,6 +163,13 @@ def native_backend(path: str | None = None) -> Backend:
 def uncodable() -> InvalidRequestError:
     """Return the error of a symbol that its model gives no slot."""
     return InvalidRequestError("symbols", "frequency 0", "code only what the model knows")
+
+
+def _by_channel(symbols: U8, models: U8) -> tuple[U8, U8]:
+    """One token of very many channels gives each symbol a model of its own."""
+    if models.ndim < 3 or models.shape != symbols.shape:
+        return symbols, models
+    return symbols.reshape(len(symbols), 1, -1), models.reshape(len(models), -1)
 
 
 def _check_symbols(symbols: U8, models: U8, table: ModelTable) -> None:

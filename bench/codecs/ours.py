@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -21,7 +20,7 @@ from kvstore.codecs.base import (
     codec_by_name,
     empty_tensors,
 )
-from kvstore.codecs.profiles import KvtcProfile, StaticKvqProfile, cachegen_tables
+from kvstore.codecs.calibration import learn
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader, FrameTemplate
 from kvstore.proto.keys import representation_digest
@@ -156,19 +155,11 @@ def calibrated(chunks: Chunks, samples: Bits) -> None:
     many more tokens than the model has channels.
     """
     layout = KVLayout.of(chunks.model, samples.shape[3])
-    cachegen = cachegen_tables(layout.components, [_parts(window) for window in samples])
-    _shelve(AssetKind.cachegen, chunks, cachegen)
-    kvq_static = StaticKvqProfile(layout.components, chunks.model.rope)
-    for window in samples:
-        kvq_static.add(_parts(window), 0)
-    _shelve(AssetKind.kvq, chunks, kvq_static.tables())
     windows, _, _, tokens, kv_heads, head_dim = samples.shape
-    if windows * tokens >= TOKENS_A_CHANNEL * kv_heads * head_dim:
-        kvtc = KvtcProfile(layout.components, chunks.model.rope)
-        for window in samples:
-            kvtc.add(_parts(window), 0)
-        _shelve(AssetKind.kvtc, chunks, kvtc.tables())
-
-
-def _shelve(kind: AssetKind, chunks: Chunks, tables: Mapping[str, NDArray[Any]]) -> None:
-    ASSETS.add(parse_asset(pack_asset(kind, representation_digest(chunks.model), 1, tables)))
+    for kind in AssetKind:
+        is_enough = windows * tokens >= TOKENS_A_CHANNEL * kv_heads * head_dim
+        if kind is AssetKind.kvtc and not is_enough:
+            continue
+        known = [(_parts(window), 0) for window in samples]
+        tables = learn(kind, layout.components, known, chunks.model.rope)
+        ASSETS.add(parse_asset(pack_asset(kind, representation_digest(chunks.model), 1, tables)))

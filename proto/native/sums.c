@@ -175,27 +175,43 @@ INLINE void copy_units(sums *s, const piece *p, enum store how, int is_end)
         add_unit(s, data, out, how, 1);
 }
 
-/* Copies *count* pieces and sums each group. Stores pass the caches where *is_past*; 16-byte
- * boundaries are needed for that, so other places are written through them. */
+/* Copies a piece, past the caches where *is_past* and its place is at a 16-byte boundary. */
+INLINE void copy_piece(sums *s, const piece *p, int is_past)
+{
+    if (is_past && (p->out & 15) == 0)
+        copy_units(s, p, PAST, p->size != 0);
+    else
+        copy_units(s, p, NEAR, p->size != 0);
+}
+
+/* Writes the sum of the group to *found* if *p* is its last piece; returns whether it is. */
+INLINE int end_piece(sums *s, const piece *p, uint64_t *found)
+{
+    if (!p->size)
+        return 0;
+    *found = digest(s, p->size);
+    begin(s);
+    return 1;
+}
+
+/* Stores past the caches pass others: nobody may hear of them too early. */
+INLINE void fence(void)
+{
+#if defined(__x86_64__)
+    _mm_sfence();
+#endif
+}
+
+/* Copies *count* pieces and sums each group. */
 void LOOP(copy_summed)(piece *pieces, uint64_t count, int32_t is_past)
 {
     sums s;
     begin(&s);
-    for (uint64_t k = 0; k < count; k++) {
-        piece *p = pieces + k;
-        int is_end = p->size != 0;
-        if (is_past && (p->out & 15) == 0)
-            copy_units(&s, p, PAST, is_end);
-        else
-            copy_units(&s, p, NEAR, is_end);
-        if (is_end) {
-            p->sum = digest(&s, p->size);
-            begin(&s);
-        }
+    for (piece *p = pieces; p < pieces + count; p++) {
+        copy_piece(&s, p, is_past);
+        end_piece(&s, p, &p->sum);
     }
-#if defined(__x86_64__)
-    _mm_sfence(); /* such stores pass others: nobody may hear of them too early */
-#endif
+    fence();
 }
 
 /* Copies the *count* parts of a raw *frame* from it, or to it where *is_encode*, and writes the sum
@@ -211,19 +227,10 @@ void LOOP(copy_frame)(const piece *pieces, uint64_t count, uint64_t frame, const
         uint64_t at = frame + p.from;
         p.out = is_encode ? at : places[k];
         p.from = is_encode ? places[k] : at;
-        int is_end = p.size != 0;
-        if (is_past && (p.out & 15) == 0)
-            copy_units(&s, &p, PAST, is_end);
-        else
-            copy_units(&s, &p, NEAR, is_end);
-        if (is_end) {
-            *found++ = digest(&s, p.size);
-            begin(&s);
-        }
+        copy_piece(&s, &p, is_past);
+        found += end_piece(&s, &p, found);
     }
-#if defined(__x86_64__)
-    _mm_sfence();
-#endif
+    fence();
 }
 
 /* A piece that goes into a block of a cache. Where ``width`` is not 0 the block has it turned: of
@@ -323,23 +330,14 @@ void LOOP(scatter_summed)(block_piece *pieces, uint64_t count)
     begin(&s);
     for (uint64_t k = 0; k < count; k++) {
         piece *p = &pieces[k].flat;
-        int is_end = p->size != 0;
-        if (!pieces[k].width && (p->out & 15) == 0)
-            copy_units(&s, p, PAST, is_end);
-        else if (!pieces[k].width)
-            copy_units(&s, p, NEAR, is_end);
-        else {
+        if (pieces[k].width) {
             turn(pieces + k);
-            copy_units(&s, p, NOWHERE, is_end);
-        }
-        if (is_end) {
-            p->sum = digest(&s, p->size);
-            begin(&s);
-        }
+            copy_units(&s, p, NOWHERE, p->size != 0);
+        } else
+            copy_piece(&s, p, 1);
+        end_piece(&s, p, &p->sum);
     }
-#if defined(__x86_64__)
-    _mm_sfence();
-#endif
+    fence();
 }
 
 /* Reads *count* pieces of the file *descriptor*, whose ``from`` are offsets, step by step, and
@@ -361,17 +359,12 @@ uint64_t LOOP(read_summed)(piece *pieces, uint64_t count, int32_t descriptor)
             left -= units;
             at += size;
             int is_last = p->size != 0 && left == 0;
-            for (uint64_t unit = 0; unit < units - (uint64_t)is_last; unit++, out += UNIT)
-                add_unit(&s, out, NULL, NOWHERE, 0);
-            if (is_last)
-                add_unit(&s, out, NULL, NOWHERE, 1);
-            if (is_last)
-                out += UNIT;
+            uint64_t place = (uint64_t)(uintptr_t)out;
+            piece step = {.out = place, .from = place, .units = units};
+            copy_units(&s, &step, NOWHERE, is_last);
+            out += size;
         }
-        if (p->size) {
-            p->sum = digest(&s, p->size);
-            begin(&s);
-        }
+        end_piece(&s, p, &p->sum);
     }
     return count;
 }

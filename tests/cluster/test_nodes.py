@@ -12,7 +12,6 @@ from helpers.local_server import eventually
 from helpers.networks import part, probed, rejoin
 from helpers.prompts import keys_of, store
 
-from kvstore.client import Client
 from kvstore.proto.types import ChunkKey
 from kvstore.server.cluster.directory import Directory
 from kvstore.tiers.redis_chunks import KeyNames
@@ -172,42 +171,3 @@ def test_lost_master_costs_its_slots_and_not_the_directory(
     assert eventually(fleet.is_whole)
     later = put(fleet, 1)
     assert eventually(lambda: gets(fleet, 2, later))
-
-
-def test_second_node_of_one_name_says_so_and_stays_out(fleet: Fleet) -> None:
-    twin = fleet.nodes[2]
-    flags = twin._flags
-    twin.terminate()
-    twin._flags = (*flags, "--node-id", "node1")
-    try:
-        twin.start()
-        assert eventually(lambda: fleet.standing(3) == "taken")
-        assert "--node-id" in twin.output + twin.errors
-        assert fleet.standing(1) == "known"
-        assert gets(fleet, 3, put(fleet, 3)), "it serves on"
-    finally:
-        twin.terminate()
-        twin._flags = flags
-        twin.start()
-    assert eventually(fleet.is_whole)
-
-
-def test_clients_of_all_nodes_read_right_bytes_while_masters_and_hosts_come_and_go(
-    fleet: Fleet,
-) -> None:
-    seeds = [put(fleet, number) for number in (1, 2, 3)]
-    with fleet.client(1) as first, fleet.client(2) as second:
-        for turn in range(6):
-            if turn == 1:
-                part(fleet.hosts[2])
-            if turn == 3:
-                rejoin(fleet.hosts[2])
-            for client in (first, second):
-                read(client, seeds)
-            seeds.append(put(fleet, 1 + turn % 2))
-    assert eventually(fleet.is_whole)
-
-
-def read(client: Client, seeds: list[int]) -> None:
-    for seed in seeds:
-        fetched(client, keys_of(client, seed, CHUNKS))

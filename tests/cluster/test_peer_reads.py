@@ -36,17 +36,6 @@ def found(fleet: Fleet, number: int, seed: int) -> int:
         return fetched(client, keys_of(client, seed, CHUNKS))
 
 
-def counted(fleet: Fleet, number: int, name: str) -> int:
-    return fleet.status(number).counters[name]
-
-
-def test_prefix_put_on_one_node_is_hit_from_another_out_of_its_memory(fleet: Fleet) -> None:
-    seed = put(fleet, 1)
-    assert eventually(lambda: found(fleet, 2, seed) == CHUNKS)
-    assert counted(fleet, 2, "peer_read_chunks") >= CHUNKS
-    assert not any(name.endswith(b":m") for name in fleet.redis.names()), "Redis has none"
-
-
 def test_peer_that_is_cut_off_costs_its_chunks_and_no_more_until_it_is_back(fleet: Fleet) -> None:
     theirs, ours = put(fleet, 1), put(fleet, 2)
     assert eventually(lambda: found(fleet, 3, ours) == CHUNKS)

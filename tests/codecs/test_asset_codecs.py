@@ -26,7 +26,6 @@ from helpers.asset_samples import (
     decode,
     encode,
     noise_of,
-    tables_of,
 )
 from typing_extensions import override
 
@@ -34,10 +33,10 @@ from kvstore.codecs.asset_codec import HEAD_BYTES, AssetCodec
 from kvstore.codecs.assets import ASSETS, Asset, AssetKind, pack_asset, parse_asset
 from kvstore.codecs.base import EncodeTerms, Part, codec_by_name, empty_tensors
 from kvstore.codecs.cachegen import GROUP_TOKENS, CachegenCodec, CachegenTables
+from kvstore.codecs.calibration import THIRDS, cachegen_widths, learn
 from kvstore.codecs.floats import FLOAT_TYPES, to_float32
 from kvstore.codecs.kvq_static import KvqStatistics, StaticKvqCodec, shifts_of
 from kvstore.codecs.kvtc import SINK_TOKENS, KvtcCodec, KvtcTables
-from kvstore.codecs.profiles import THIRDS, KvtcProfile, StaticKvqProfile, cachegen_widths
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     InvalidFrameError,
@@ -60,8 +59,8 @@ def asset_for(kind: AssetKind, layout: KVLayout) -> Asset:
         layout = SMALL  # such layers are kept as they are
     codable = [c for c in layout.components if c.kind is not LayerKind.state]
     layout = KVLayout(tuple(codable)) if codable else SMALL
-    samples = [numbers(layout, seed=seed) for seed in range(3)]
-    tables = tables_of(kind, layout.components, samples, None)
+    samples = [(numbers(layout, seed=seed), POSITION) for seed in range(3)]
+    tables = learn(kind, layout.components, samples, None)
     asset = parse_asset(pack_asset(kind, template(layout).representation, next(EDITIONS), tables))
     ASSETS.add(asset)
     return asset
@@ -419,19 +418,20 @@ def test_an_asset_whose_tables_are_wrong_is_refused_by_name(
         TABLES[kind](asset)
 
 
-@pytest.mark.parametrize("profile", [KvtcProfile, StaticKvqProfile])
-def test_a_profile_refuses_what_it_cannot_describe(profile: Any) -> None:
+def test_what_cannot_be_described_is_not_learned(samples: Samples) -> None:
     dynamic = RopeParameters(10000.0, 32, "dynamic", (("factor", 2.0),))
-    with pytest.raises(InvalidRequestError, match="rope='dynamic'"):
-        profile([KV], dynamic)
-    with pytest.raises(InvalidRequestError, match="samples=0"):
-        profile([KV], ROPE).tables()
-    with pytest.raises(InvalidRequestError, match="component='attention'"):
-        profile([replace(KV, dtype=DType.int8)], None)
     bad = KVTC.chunk(KV)
+    chunk = KVTC.chunk(KV)
     bad[0][1][0][0, 0, 0] = 0x7FC0
-    with pytest.raises(InvalidRequestError, match="NaN or infinity"):
-        profile([KV], ROPE).add(bad, POSITION)
+    for component, chunks, rope, message in [
+        (KV, [], ROPE, "samples=0"),
+        (replace(KV, dtype=DType.int8), [chunk], None, "component='attention'"),
+        (KV, [bad], ROPE, "NaN or infinity"),
+        (KV, [[[[p[:, :5] for p in ps] for ps in chunk[0]]]], ROPE, "samples=1: give more"),
+        (KV, [chunk], dynamic, "rope='dynamic'"),
+    ][: 3 if samples is CACHEGEN else None]:
+        with pytest.raises(InvalidRequestError, match=message):
+            learn(samples.kind, [component], [(each, 0) for each in chunks], rope)
 
 
 def test_every_other_length_is_refused(samples: Samples) -> None:
@@ -439,7 +439,7 @@ def test_every_other_length_is_refused(samples: Samples) -> None:
         codec = samples.bound(1, component)
         data, _ = encode(codec, samples.parts(component), component)
         for wrong in (*(data[:size] for size in range(0, len(data), 7)), np.append(data, data[:1])):
-            with pytest.raises(InvalidFrameError):
+            with pytest.raises(InvalidFrameError, match=rf"stored_bytes={len(wrong)}\b"):
                 decode(codec, wrong, component)
 
 

@@ -34,7 +34,7 @@ from oracles.kvq_numpy import NUMPY_KVQ
 from kvstore.codecs.base import EncodeTerms, LossyCodec, Part, codec_by_id, codec_by_name
 from kvstore.codecs.floats import from_float32, to_float32
 from kvstore.codecs.kvq import KEY_SHARE, VALUE_SHARE, KvqCodec
-from kvstore.codecs.kvq_body import HEAD, QUANTISED, Head, parse_body, parse_refinement
+from kvstore.codecs.kvq_layer import HEAD, QUANTISED, Head, parse_body, parse_refinement
 from kvstore.codecs.kvq_models import ASSET, PLAIN, RATIOS, classes_of, kvq_models
 from kvstore.codecs.kvq_tiles import LEVELS, Cut, KvqLoops
 from kvstore.codecs.raw import RawCodec

@@ -22,11 +22,11 @@ from kvstore.codecs import kvq_kernels
 from kvstore.codecs.base import EncodeTerms
 from kvstore.codecs.frame_kernels import COMPILER_FLAGS
 from kvstore.codecs.kvq import KvqCodec, Options
-from kvstore.codecs.kvq_body import Body, Stream, parse_body
 from kvstore.codecs.kvq_kernels import SOURCES, THREADS, KvqKernels, open_kvq_kernels, search_tables
+from kvstore.codecs.kvq_layer import Body, parse_body
 from kvstore.codecs.kvq_models import ESCAPE, MODELS, kvq_models
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut
-from kvstore.codecs.rans import SLOTS
+from kvstore.codecs.rans import SLOTS, Stream
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import FrameWriter, parse_header
@@ -229,13 +229,13 @@ def all_escapes(component: Component, seed: int) -> bytes:
     count = component.parts * cut.columns * len(cut.blocks)
     models = rng.integers(0, MODELS, (count, TILE_CHANNELS)).astype(np.uint8)
     symbols = np.full((count, component.tokens, TILE_CHANNELS), ESCAPE, np.uint8)
-    states, counts, words = NUMPY_RANS.encode_tiles(symbols, models, kvq_models().table)
+    stream = NUMPY_RANS.encode_tiles(symbols, models, kvq_models().table)
     halves = rng.integers(0, 0x7C00, models.shape) | rng.choice([0, 0x8000], models.shape)
     body = Body(
         3, 1.0, np.float32(100.0) ** -np.linspace(0, 1, 32, dtype=np.float32),
         (10.0 ** rng.uniform(-40, 33, count)).astype(np.float32),
         np.full(count, component.tokens * TILE_CHANNELS, np.uint32),
-        halves.astype(np.uint16).view(np.float16), models, Stream(states, counts, words),
+        halves.astype(np.uint16).view(np.float16), models, stream,
         rng.choice([-32768, 32767, -1, 0, 1, 64, -63], symbols.size).astype(np.int16),
     )  # fmt: skip
     out = np.empty(body.stored_bytes, np.uint8)

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import json
 import random
-import shutil
 import threading
-from contextlib import suppress
 from pathlib import Path
 
 import pytest
 from conftest import ProcessMaker
 from golden.history_samples import OLDER, PATH
 from helpers.local_server import DEADLINE_MS, eventually
-from helpers.prompts import LARGE, SMALL, assert_reads, chunks_of, keys_of, outcomes, store
+from helpers.prompts import SMALL, assert_reads, chunks_of, keys_of, store
 from helpers.server_process import ServerProcess
 
 from kvstore.cli.__main__ import main
@@ -89,36 +87,6 @@ def test_server_of_memory_alone_stops_clean_unless_it_loses_something(
     assert process.output.endswith(f"stopped clean={str(stored == 0).lower()}\n")
 
 
-@pytest.mark.parametrize("transport", ["shm", "grpc"])
-def test_client_of_a_killed_server_gets_errors_of_the_store_and_finds_the_next_one(
-    server_process: ProcessMaker, transport: TransportName
-) -> None:
-    process = server_process("--cpu", "16MiB", "--disk", "32MiB:disk")
-    process.start()
-    options = ClientOptions(transport, 16, 5000, retry_after_ms=20)
-
-    def is_reached() -> bool:
-        with suppress(KVStoreError):
-            return client.status().state == "serving"
-        return False
-
-    with Client(process.address, SMALL, options) as client:
-        keys = keys_of(client, 1, 4)
-        client.put_chunks(chunks_of(client, keys), durable=True)
-        boot_id, lease = client.boot_id, client.lease(keys=keys)
-        process.kill()
-        for call in (lambda: client.get_chunks(keys), lambda: client.lookup(keys=keys), lease.get):
-            with pytest.raises(KVStoreError):
-                call()
-        lease.release()
-        process.start()
-        assert process.recovered_chunks == 4
-        assert eventually(is_reached)
-        assert_reads(client, keys)
-        assert client.boot_id != boot_id
-        assert client.transport_name == transport
-
-
 @pytest.mark.parametrize(
     ("history", "lines"),
     [(PATH.read_bytes(), 0), (OLDER.read_bytes(), 1)],
@@ -140,27 +108,6 @@ def test_a_server_starts_clean_over_whatever_history_an_earlier_one_saved(
     said = process.errors.splitlines()
     assert [line for line in said if "what was learned is lost" in line] == said
     assert len(said) == lines
-
-
-@pytest.mark.slow
-def test_burst_of_two_thousand_chunks_of_a_megabyte_loses_none(
-    server_process: ProcessMaker, tmp_path: Path
-) -> None:
-    if shutil.disk_usage(tmp_path).free < 4 << 30:
-        pytest.skip("needs 4 GiB of disk")
-    process = server_process("--cpu", "128MiB", "--disk", "2560MiB:disk")
-    process.start()
-    with Client(process.address, LARGE, ClientOptions("shm", 128, 60_000)) as client:
-        prompts = [keys_of(client, seed, 20) for seed in range(100)]
-        for keys in prompts:
-            assert outcomes(client, chunks_of(client, keys)) == [PutOutcome.stored] * 20
-        for keys in prompts:
-            assert_reads(client, keys)
-        counters = client.status().counters
-        assert counters["put_stored_chunks"] == counters["get_chunks"] == 2000
-        assert counters["dropped_victims"] == counters["put_refused_chunks"] == 0
-        assert counters["evicted_chunks"] >= 2000 - 128  # reading evicts nothing
-    assert process.terminate() == 0
 
 
 # --- traces

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any
 
 import numpy as np
 from contracts.codec import Tensors, template
@@ -14,10 +13,10 @@ from kvstore.codecs.asset_codec import AssetCodec
 from kvstore.codecs.assets import Asset, AssetKind, AssetShelf, pack_asset, parse_asset
 from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
 from kvstore.codecs.cachegen import CachegenCodec
+from kvstore.codecs.calibration import learn
 from kvstore.codecs.floats import from_float32, to_float32
 from kvstore.codecs.kvq_static import StaticKvqCodec
 from kvstore.codecs.kvtc import KvtcCodec
-from kvstore.codecs.profiles import KvtcProfile, StaticKvqProfile, cachegen_tables
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader
@@ -75,20 +74,6 @@ def low_rank(component: Component, seed: int, position: int = POSITION) -> list[
     return layers
 
 
-def tables_of(
-    kind: AssetKind, components: Sequence[Component], samples: Sequence[Tensors],
-    rope: RopeParameters | None,
-) -> Any:  # fmt: skip
-    """Return the tables of an asset that is profiled on *samples*."""
-    if kind is not AssetKind.cachegen:
-        maker = KvtcProfile if kind is AssetKind.kvtc else StaticKvqProfile
-        profile = maker(components, rope)
-        for sample in samples:
-            profile.add(sample, POSITION)
-        return profile.tables()
-    return cachegen_tables(components, samples)
-
-
 @dataclass(frozen=True)
 class Samples:
     """A codec, a component of keys and values, a latent one, and how their layers are made."""
@@ -113,8 +98,8 @@ class Samples:
         self, *components: Component, model: bytes = MODEL, rope: RopeParameters | None = ROPE
     ) -> Asset:
         """Return an asset for chunks of *components*, profiled on eight of them."""
-        samples = [self.chunk(*components, seed=seed) for seed in range(8)]
-        tables = tables_of(self.kind, components, samples, rope)
+        samples = [(self.chunk(*components, seed=seed), POSITION) for seed in range(8)]
+        tables = learn(self.kind, components, samples, rope)
         return parse_asset(pack_asset(self.kind, model, 1, tables))
 
     def shelved(self, *assets: Asset, quality: int = 1) -> AssetCodec:

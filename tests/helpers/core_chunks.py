@@ -8,14 +8,7 @@ from contextlib import contextmanager
 from simulation.core import Core, keys_of
 from simulation.universe import Version
 
-from kvstore.proto.types import ChunkKey, Match
-from kvstore.server.security.sessions import Session
-
-
-def look_up(
-    core: Core, session: Session, versions: Sequence[Version], *, lease: bool = False
-) -> Match:
-    return core.store.lookup(session, keys_of(versions), core.later(), lease=lease)
+from kvstore.proto.types import ChunkKey
 
 
 def drop(core: Core, versions: Sequence[Version], tier: str = "cpu") -> None:
@@ -25,9 +18,9 @@ def drop(core: Core, versions: Sequence[Version], tier: str = "cpu") -> None:
         core.moves.eviction.delete_from(core.slot(tier), version.info.key)
 
 
-def put_low(core: Core, session: Session, versions: Sequence[Version], tier: str = "disk") -> None:
+def put_low(core: Core, versions: Sequence[Version], tier: str = "disk") -> None:
     """Put chunks so that only a lower tier has them."""
-    core.put(session, versions)
+    core.put(versions)
     for version in versions:
         ticket = core.moves.copy_to(version.info.key, core.slot(tier), urgent=True)
         assert ticket is not None
@@ -37,11 +30,11 @@ def put_low(core: Core, session: Session, versions: Sequence[Version], tier: str
 
 
 @contextmanager
-def leased(core: Core, session: Session, versions: Sequence[Version]) -> Iterator[list[ChunkKey]]:
+def leased(core: Core, versions: Sequence[Version]) -> Iterator[list[ChunkKey]]:
     """The keys of chunks that are leased meanwhile."""
-    lease_id, known = core.store.open_get(session, keys_of(versions), 0)
+    lease_id, known = core.store.open_get(core.session, keys_of(versions), 0)
     assert known == len(versions)
     try:
         yield keys_of(versions)
     finally:
-        assert core.store.release(session, lease_id)
+        assert core.store.release(core.session, lease_id)

@@ -6,7 +6,8 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import ExitStack, contextmanager
 from typing import Any, TypeVar
 
 from helpers.stream_messages import Sent, done, failed, kind, part, ready, receive, send
@@ -18,7 +19,11 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.frame import parse_header
 from kvstore.proto.framing import FramedSocket
 from kvstore.proto.types import ChunkKey
+from kvstore.server.cluster.peers import Peers
+from kvstore.server.settings.values import Limits
+from kvstore.server.telemetry.metrics import Counters
 
+PATIENT = Limits(peer_timeout_ms=20_000)
 M = TypeVar("M", pb.OpenPeerResponse, pb.StreamAttach)
 Message = Sent
 Lie = Callable[[Message], Iterable[Message]]
@@ -122,6 +127,25 @@ class FakePeer:
             wire.hang_up()
         for thread in self._threads[1:]:
             thread.join()
+
+
+@contextmanager
+def asking(
+    *fakes: FakePeer,
+    counters: Counters | None = None,
+    clock: Callable[[], float] = time.monotonic,
+    limits: Limits = PATIENT,
+) -> Iterator[Peers]:
+    """A server's peers, for which *fakes* stand in; all are closed in the end."""
+    dials = {f"127.0.0.1:{number}": fake.dial for number, fake in enumerate(fakes, 1)}
+    with ExitStack() as stack:
+        for fake in fakes:
+            stack.callback(fake.close)
+        peers = Peers(
+            tuple(dials), limits, lambda *say: dials[say[0]](*say), counters or Counters(), clock
+        )
+        stack.callback(peers.close)
+        yield peers
 
 
 def is_part(message: Message) -> bool:

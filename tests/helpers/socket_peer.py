@@ -147,16 +147,11 @@ class Listener:
 
 @contextlib.contextmanager
 def staging(
-    seals: int = unix_socket.STAGING_SEALS,
-    size_bytes: int = STAGING_BYTES,
-    *,
-    written: bool = False,
+    seals: int = unix_socket.STAGING_SEALS, size_bytes: int = STAGING_BYTES
 ) -> Iterator[int]:
-    """Make a memfd that could be staging memory, of holes alone or *written* from end to end."""
+    """Make a memfd of holes alone that could be staging memory."""
     descriptor = unix_socket.create_memfd("test-staging", size_bytes)
     try:
-        if written:
-            os.pwrite(descriptor, bytes(size_bytes), 0)
         unix_socket.add_seals(descriptor, seals)
         yield descriptor
     finally:

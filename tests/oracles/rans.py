@@ -18,6 +18,7 @@ from kvstore.codecs.rans import (
     U32,
     Backend,
     ModelTable,
+    Stream,
     uncodable,
 )
 
@@ -32,7 +33,7 @@ def _by_step(channels: NDArray[Any]) -> NDArray[Any]:
     return split.transpose(order).reshape(size // LANES, *outer, LANES)
 
 
-def _encode(symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, U16]:
+def _encode(symbols: U8, models: U8, table: ModelTable) -> Stream:
     tiles, tokens, channels = symbols.shape
     rows = _by_step(models).astype(np.intp)
     by_step = _by_step(symbols)  # (steps, tiles, tokens, lanes)
@@ -53,7 +54,7 @@ def _encode(symbols: U8, models: U8, table: ModelTable) -> tuple[U32, U32, U16]:
             states = (quotient << np.uint64(PROBABILITY_BITS)) + rest + start
     taken = is_emitted.transpose(2, 0, 1, 3)  # the decoder takes them in this order
     counts = taken.sum(axis=(1, 2, 3), dtype=np.uint32)
-    return states.astype(np.uint32), counts, emitted.transpose(2, 0, 1, 3)[taken]
+    return Stream(states.astype(np.uint32), counts, emitted.transpose(2, 0, 1, 3)[taken])
 
 
 def _decode(states: U32, counts: U32, words: U16, models: U8, table: ModelTable, out: U8) -> bool:

@@ -10,7 +10,6 @@ from simulation.clock import FakeClock
 from simulation.core import Core
 from simulation.tiers import GatedDisk, SimDisk, SimRedis, no_faults
 
-from kvstore.server.security.sessions import Session
 from kvstore.tiers.base import Tier
 
 TIER_BYTES = 1 << 20
@@ -44,8 +43,3 @@ def core(disk: Tier, clock: FakeClock) -> Iterator[Core]:
     """CPU memory for twelve frames of a prompt, and a disk for many more."""
     with closing(Core([disk], clock=clock)) as core:
         yield core
-
-
-@pytest.fixture
-def session(core: Core) -> Session:
-    return core.open_session()

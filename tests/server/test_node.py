@@ -12,7 +12,7 @@ import threading
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import ExitStack, closing
+from contextlib import closing
 from pathlib import Path
 
 import grpc
@@ -25,7 +25,6 @@ from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import LARGE, SMALL, chunks_of, keys_of, outcomes
 from helpers.redis_process import free_port
 from helpers.server_process import ServerProcess
-from simulation.clock import FakeClock
 from structlog.testing import capture_logs
 
 from kvstore.client import Client, ClientOptions
@@ -41,8 +40,7 @@ from kvstore.server.security.rate_limits import LINES_PER_S
 from kvstore.server.settings import settings as config_module
 from kvstore.server.settings.settings import load_config
 from kvstore.server.settings.values import GIB, MIB
-from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.wiring import build_store, make_policies
+from kvstore.server.wiring import make_policies
 
 States = health_pb2.HealthCheckResponse
 
@@ -336,17 +334,6 @@ def test_the_soft_limit_of_descriptors_is_raised_to_the_hard_one_and_too_low_a_o
 
 
 CAPACITIES = {"cpu": 64 * MIB, "disk": GIB}
-
-
-@pytest.mark.parametrize(("codec", "is_durable"), [("auto", True), ("auto:bounded", False)])
-def test_no_put_is_called_durable_while_a_lossy_codec_may_be_chosen(
-    codec: str, is_durable: bool, tmp_path: Path
-) -> None:
-    disk = ["--tiers", "cpu,disk", "--disk", f"{tmp_path}:16MiB", "--codec", f"disk={codec}"]
-    config = load_config(["--cpu-size", "16MiB", "--limits", "cpu_slab_bytes=1MiB", *disk])
-    with ExitStack() as opened:
-        store = build_store(config, FakeClock(), Counters(), opened, lambda: 1)
-        assert (store.durable is not None) == is_durable
 
 
 def test_each_tier_has_the_policy_that_was_named_for_it() -> None:

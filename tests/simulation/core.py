@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from itertools import count
 
 from simulation.stepped import SteppedWorkQueue
 from simulation.universe import REPRESENTATION, Version, make_version, salt
 
 from kvstore.proto.keys import tokens_le32
-from kvstore.proto.plans import NO_HINTS, Hints
-from kvstore.proto.types import ROOT, ChainDigest, ChunkKey, PutOutcome
+from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints
+from kvstore.proto.types import ROOT, Accuracy, ChainDigest, ChunkKey, Match, Model, PutOutcome
 from kvstore.server.cluster.refill import attach_refills
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy
@@ -64,6 +65,7 @@ class Core:
     lower: Sequence[Tier] = ()
     upper: Sequence[Tier] = ()
     """A gpu tier, or none."""
+    model: Model = REPRESENTATION
     slabs: int = 4
     slab_bytes: int = 4096
     workers: int = 0
@@ -82,6 +84,8 @@ class Core:
     clock: Callable[[], float] = time.monotonic
     metadata: ChunkMetadata = field(default_factory=ChunkMetadata)
     policy: Callable[[Tier, ChunkMetadata], EvictionPolicy] = leaf_lru
+    queue_type: type[SteppedWorkQueue] = SteppedWorkQueue
+    ids: Iterator[int] = field(default_factory=partial(count, 1))
     cpu: CpuTier = field(init=False)
     work_queue: SteppedWorkQueue = field(init=False)
     catalog: Catalog = field(init=False)
@@ -89,9 +93,10 @@ class Core:
     moves: Moves = field(init=False)
     store: Store = field(init=False)
     sessions: SessionTable = field(init=False)
+    _session: Session | None = None
 
     def __post_init__(self) -> None:
-        ids = count(1)
+        ids, limits = self.ids, self.config.limits
         self.cpu = CpuTier(self.slabs * self.slab_bytes, self.slab_bytes)
         slots = [self._slot(tier, "raw") for tier in (*self.upper, self.cpu)]
         slots += [self._slot(t, self.codecs.get(t.name, self.codec)) for t in self.lower]
@@ -99,26 +104,23 @@ class Core:
         for tier in (*self.upper, *self.lower):
             queues |= {f"load-{tier.name}": self.workers, f"store-{tier.name}": self.workers and 1}
             queues |= {f"ask-{tier.name}": self.workers and 1}
-        self.work_queue = SteppedWorkQueue(queues, self.queue_limit, self.clock)
+        self.work_queue = self.queue_type(queues, self.queue_limit, self.clock)
         policies: dict[str, EvictionPolicy] = {slot.name: slot.policy for slot in slots}
-        leases = Leases(100, lambda: next(ids))
+        leases = Leases(limits.max_leases_per_session, lambda: next(ids))
         self.catalog = Catalog(
             policies, leases, self.cpu.capacity_bytes // self.pin_share, self.clock, self.metadata
         )
         self.counters = Counters()
         self.moves = Moves(
-            Tiers(slots),
-            self.catalog,
-            self.work_queue,
-            self.counters,
-            self.clock,
+            Tiers(slots), self.catalog, self.work_queue, self.counters, self.clock,
             self.move_timeout_ms,
-        )
+        )  # fmt: skip
         self.store = Store(self.moves, self.config, lambda: next(ids))
         attach_refills(self.store)
         self.sessions = SessionTable(
-            8, 60_000, salt, self.clock, lambda size: next(ids).to_bytes(size, "little")
-        )
+            self.config.max_sessions, limits.session_ttl_ms, salt, self.clock,
+            lambda size: next(ids).to_bytes(size, "little"),
+        )  # fmt: skip
         self.sessions.on_close.append(self.store.end_session)
 
     def _slot(self, tier: Tier, codec: str) -> TierSlot:
@@ -137,18 +139,24 @@ class Core:
         return self.clock() + seconds
 
     def open_session(self, tenant: str = "red") -> Session:
-        return self.sessions.open(REPRESENTATION, "a test", tenant)
+        return self.sessions.open(self.model, "a test", tenant)
+
+    @property
+    def session(self) -> Session:
+        """The one that puts, gets and lookups are of unless they name another."""
+        self._session = self._session or self.open_session()
+        return self._session
 
     def put(
         self,
-        session: Session,
         versions: Sequence[Version],
+        session: Session | None = None,
         *,
         durable: bool = False,
         hints: Hints = NO_HINTS,
     ) -> list[PutResult]:
         """Put frames one after another; return what became of each."""
-        results = []
+        results, session = [], session or self.session
         for version in versions:
             begun = self.store.writes.begin_all(session, [version.info], self.later(), hints)[0]
             if not isinstance(begun, PutResult):
@@ -160,14 +168,40 @@ class Core:
         return results
 
     def get(
-        self, session: Session, keys: Sequence[ChunkKey], seconds: float = FOREVER_S
+        self,
+        versions: Sequence[Version],
+        session: Session | None = None,
+        seconds: float = FOREVER_S,
     ) -> list[bytes]:
         """Return the frames that a get under a lease of its own delivers."""
+        return self.read(keys_of(versions), session, seconds)
+
+    def read(
+        self,
+        keys: Sequence[ChunkKey],
+        session: Session | None = None,
+        seconds: float = FOREVER_S,
+    ) -> list[bytes]:
+        session = session or self.session
         lease_id, known = self.store.open_get(session, keys, 0)
         results = self.store.reads.get(keys[:known], ReadTerms(session, self.later(seconds)))
         frames = [result.data.tobytes() for result in results]
         assert self.store.release(session, lease_id)
         return frames
+
+    def look_up(
+        self,
+        versions: Sequence[Version],
+        session: Session | None = None,
+        *,
+        lease: bool = False,
+        min_accuracy: Accuracy = Accuracy.exact,
+        engine: EngineTerms | None = None,
+    ) -> Match:
+        return self.store.lookup(
+            session or self.session, keys_of(versions), self.later(), lease=lease,
+            min_accuracy=min_accuracy, engine=engine,
+        )  # fmt: skip
 
     def copy_down(self, version: Version, tier: str = "disk") -> object:
         """Copy a chunk to a lower tier and wait for that."""

@@ -11,7 +11,8 @@ import numpy as np
 from contracts.chunks import make_representation
 from helpers.prompts import frame_of
 from helpers.shards import shard_frame, shard_of
-from simulation.world import BREAKER_RETRY_S, World
+from simulation.core import BREAKER_RETRY_S
+from simulation.world import World
 
 from kvstore.codecs.base import codec_by_name
 from kvstore.codecs.transcode import transcode

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
+from simulation.core import BREAKER_RETRY_S
 from simulation.oracle import Oracle
 from simulation.readers import Readers
 from simulation.universe import REPRESENTATION, TENANTS, universe
-from simulation.world import BREAKER_RETRY_S, SESSION_TTL_S, World
+from simulation.world import SESSION_TTL_S, World
 from simulation.writers import Writers
 
 from kvstore.proto.errors import QuotaExceededError
@@ -16,16 +18,6 @@ from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import ReadTerms
 
 _FULL_CHECK_EVERY = 8
-_OF_A_SESSION = {
-    "put": 9, "begin": 4, "look_up": 6, "get": 7, "begin_get": 3, "release": 4,
-    "ask_beyond_the_lease": 1, "pin": 1, "unpin": 1, "delete": 3, "clear": 1, "harden": 3,
-    "hog": 2,
-}  # fmt: skip
-_OF_NOBODY = {
-    "finish": 4, "abort": 1, "step_get": 6, "open_session": 3, "close_session": 1,
-    "step_work_queue": 8, "settle": 1, "tick": 3, "sleep": 3, "spoil": 5, "others": 3,
-    "crash": 1, "drain": 1,
-}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,41 +41,36 @@ class Schedule:
         self.sessions: list[Session] = []
         self.operations: list[str] = []
         readers, writers = self.readers, self.writers
-        self._of_a_session: dict[str, Callable[[Session], object]] = {
-            "put": writers.put_all, "begin": writers.begin, "look_up": readers.look_up,
-            "get": readers.get, "begin_get": readers.begin, "release": readers.release,
-            "ask_beyond_the_lease": readers.ask_beyond_the_lease, "pin": writers.pin,
-            "unpin": writers.unpin, "delete": writers.delete, "clear": writers.clear,
-            "harden": writers.harden_known, "hog": readers.hog,
+        self._of_a_session: dict[Callable[[Session], object], int] = {
+            writers.put_all: 9, writers.begin: 4, readers.look_up: 6, readers.get: 7,
+            readers.begin: 3, readers.release: 4, readers.ask_beyond_the_lease: 1, writers.pin: 1,
+            writers.unpin: 1, writers.delete: 3, writers.clear: 1, writers.harden_known: 3,
+            readers.hog: 2,
         }  # fmt: skip
-        self._of_nobody: dict[str, Callable[[], object]] = {
-            "finish": writers.finish, "abort": writers.abort, "step_get": readers.step,
-            "open_session": self.open_session, "close_session": self.close_session,
-            "step_work_queue": self.step_work_queue, "settle": self.world.settle, "tick": self.tick,
-            "sleep": self.sleep, "spoil": self.spoil, "others": self.others,
-            "crash": self.crash, "drain": self.drain,
+        self._of_nobody: dict[Callable[[], object], int] = {
+            writers.finish: 4, writers.abort: 1, readers.step: 6, self.open_session: 3,
+            self.close_session: 1, self.step_work_queue: 8, self.settle: 1, self.tick: 3,
+            self.sleep: 3, self.spoil: 5, self.others: 3, self.crash: 1, self.drain: 1,
         }  # fmt: skip
 
     def run(self) -> Report:
         draw = self.draw
-        names = [*_OF_A_SESSION, *_OF_NOBODY]
-        weights = [*_OF_A_SESSION.values(), *_OF_NOBODY.values()]
+        weights: dict[Any, int] = {**self._of_a_session, **self._of_nobody}
         self.open_session()
-        for number, name in enumerate(draw.choices(names, weights, k=draw.randrange(40, 81))):
-            self.operations.append(name)
-            self._do(name)
+        for number, operation in enumerate(
+            draw.choices(list(weights), list(weights.values()), k=draw.randrange(40, 81))
+        ):
+            self.operations.append(operation.__name__)
+            if operation in self._of_nobody:
+                operation()
+            elif self.sessions:
+                operation(draw.choice(self.sessions))
             self.oracle.check(thoroughly=number % _FULL_CHECK_EVERY == 0)
             for reader in self.readers.open:
                 self.readers.check_last(reader)
         self.oracle.check(thoroughly=True)
         self.end()
         return Report(self.world.totals, tuple(self.operations), self.world.clock())
-
-    def _do(self, name: str) -> None:
-        if name in self._of_nobody:
-            self._of_nobody[name]()
-        elif self.sessions:
-            self._of_a_session[name](self.draw.choice(self.sessions))
 
     # --- sessions and time
 
@@ -119,6 +106,9 @@ class Schedule:
         assert expired == len(late)
         for session in late:
             self._forget(session)
+
+    def settle(self) -> None:
+        self.world.settle()
 
     def sleep(self) -> None:
         self.world.clock.advance(self.draw.choice((0.01, 0.3, 0.6, 1.2, 3.5)))

@@ -3,40 +3,26 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
+from itertools import count
+from typing import Any
 
 from simulation.clock import FakeClock
-from simulation.core import settings
+from simulation.core import Core, settings
 from simulation.stepped import SteppedWorkQueue
 from simulation.tiers import DictTier, Faults, SimDisk, SimRedis
-from simulation.universe import salt
 from typing_extensions import override
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.plans import NO_HINTS, Hints, Reuse
-from kvstore.server.cluster.refill import attach_refills
-from kvstore.server.eviction.policy import EvictionPolicy, make_policy
-from kvstore.server.index.catalog import Catalog
+from kvstore.server.eviction.policy import make_policy
 from kvstore.server.index.hints import ChunkMetadata
-from kvstore.server.index.holds import Leases
-from kvstore.server.security.sessions import SessionTable
-from kvstore.server.store.store import Store
-from kvstore.server.telemetry.metrics import Counters
-from kvstore.server.tiering.admission import ADMISSIONS
-from kvstore.server.tiering.breaker import Breaker
-from kvstore.server.tiering.moves import Moves
-from kvstore.server.tiering.tier_slot import TierCodec, Tiers, TierSlot
 from kvstore.server.tiering.work_queue import Ticket
-from kvstore.tiers.base import Tier
-from kvstore.tiers.cpu import CpuTier
 
-SLAB_BYTES = 4096
 LEASE_TTL_S = 1.0
 SESSION_TTL_S = 2.0
-BREAKER_RETRY_S = 0.5
 MOVE_TIMEOUT_S = 0.4
 MAX_SESSIONS = 4
 LEASES_PER_SESSION = 6
@@ -99,46 +85,25 @@ class Plan:
 class WatchedWorkQueue(SteppedWorkQueue):
     """A stepped WorkQueue that remembers when work ran and what it raised."""
 
-    def __init__(self, queues: list[str], limit_per_queue: int, clock: FakeClock) -> None:
-        super().__init__(dict.fromkeys(queues, 0), limit_per_queue, clock)
-        self._now = clock
-        self._depth = 0
-        self.started = 0.0
-        self.ended = 0.0
-        """When the last piece of work that no other was waiting for began and ended."""
-        self.surprises: list[BaseException] = []
+    started = ended = 0.0
+    """When the last piece of work that no other was waiting for began and ended."""
+    _depth = 0
+
+    def __init__(self, *terms: Any) -> None:
+        super().__init__(*terms)
+        self.surprises: list[Exception] = []
 
     @override
-    def submit(
-        self,
-        queue: str,
-        name: bytes,
-        work: Callable[[], object],
-        *,
-        urgent: bool = False,
-        claimed: bool = False,
-        batch_key: object = None,
-    ) -> Ticket | None:
-        watched = partial(self._watch, work)
-        return super().submit(
-            queue, name, watched, urgent=urgent, claimed=claimed, batch_key=batch_key
-        )
-
-    def _watch(self, work: Callable[[], object]) -> object:
+    def _do(self, ticket: Ticket) -> None:
         if not self._depth:
-            self.started = self._now()
+            self.started = self._clock()
         self._depth += 1
-        try:
-            return work()
-        except KVStoreError:
-            raise
-        except BaseException as error:
-            self.surprises.append(error)
-            raise
-        finally:
-            self._depth -= 1
-            if not self._depth:
-                self.ended = self._now()
+        super()._do(ticket)
+        self._depth -= 1
+        if not self._depth:
+            self.ended = self._clock()
+        if ticket.error is not None and not isinstance(ticket.error, KVStoreError):
+            self.surprises.append(ticket.error)
 
 
 class World:
@@ -152,7 +117,7 @@ class World:
         self.faults = Faults(self.draw, self.clock, plan.fail, plan.slow, MOVE_TIMEOUT_S, plan.full)
         self.disk = SimDisk(plan.disk_bytes, self.faults) if plan.disk_bytes else None
         self.redis = SimRedis(plan.redis_bytes, self.faults) if plan.redis_bytes else None
-        self._ids = 0
+        self._ids = count(1)
         self._hinted = 0
         self.totals: dict[str, int] = {}
         self.start()
@@ -166,54 +131,37 @@ class World:
     def lower(self) -> list[DictTier]:
         return [tier for tier in (self.disk, self.redis) if tier is not None]
 
-    def new_id(self) -> int:
-        self._ids += 1
-        return self._ids
-
     def start(self) -> None:
-        """Put a server together as server/node.py does, over what the media hold."""
-        clock, plan = self.clock, self.plan
-        self.cpu = CpuTier(plan.slabs * SLAB_BYTES, SLAB_BYTES)
-        self.metadata = ChunkMetadata(evicted_limit=8)
-        self.slots = [self._slot(self.cpu, "raw")]
-        queues = []
-        for tier in self.lower:
-            codec = plan.disk_codec if tier is self.disk else "raw"
-            self.slots.append(self._slot(tier, codec))
-            queues += [f"load-{tier.name}", f"store-{tier.name}"]
-            if tier.shared:
-                queues.append(f"ask-{tier.name}")
-        self.work_queue = WatchedWorkQueue(queues, plan.queue_limit, clock)
-        policies: dict[str, EvictionPolicy] = {s.name: s.policy for s in self.slots}
-        leases = Leases(LEASES_PER_SESSION, self.new_id)
-        pin_limit_bytes = self.cpu.capacity_bytes // 2
-        self.catalog = Catalog(policies, leases, pin_limit_bytes, clock, self.metadata)
-        self.counters = Counters()
-        moves = Moves(
-            Tiers(self.slots), self.catalog, self.work_queue, self.counters, clock,
-            round(1000 * MOVE_TIMEOUT_S),
-        )  # fmt: skip
-        config = settings(
-            lease_ttl_ms=round(1000 * LEASE_TTL_S),
-            max_reservations_per_session=PUTS_PER_SESSION,
-            load_headroom_percent=plan.headroom_percent,
-            max_frame_bytes=plan.bypass_bytes,
+        """Put a server together over what the media hold."""
+        plan = self.plan
+        core = Core(
+            self.lower,
+            slabs=plan.slabs,
+            codecs={"disk": plan.disk_codec},
+            write="through" if plan.write_through else "evict",
+            config=settings(
+                lease_ttl_ms=round(1000 * LEASE_TTL_S),
+                session_ttl_ms=round(1000 * SESSION_TTL_S),
+                max_sessions=MAX_SESSIONS,
+                max_leases_per_session=LEASES_PER_SESSION,
+                max_reservations_per_session=PUTS_PER_SESSION,
+                load_headroom_percent=plan.headroom_percent,
+                max_frame_bytes=plan.bypass_bytes,
+            ),
+            queue_limit=plan.queue_limit,
+            move_timeout_ms=round(1000 * MOVE_TIMEOUT_S),
+            pin_share=2,
+            clock=self.clock,
+            metadata=ChunkMetadata(evicted_limit=8),
+            policy=lambda _, metadata: make_policy(plan.policy, metadata.history),
+            queue_type=WatchedWorkQueue,
+            ids=self._ids,
         )
-        self.store = Store(moves, config, self.new_id)
-        attach_refills(self.store)
-        self.sessions = SessionTable(
-            MAX_SESSIONS, round(1000 * SESSION_TTL_S), salt, clock, self._unique_bytes
-        )
-        self.sessions.on_close.append(self.store.end_session)
-
-    def _unique_bytes(self, count: int) -> bytes:
-        return self.new_id().to_bytes(count, "little")
-
-    def _slot(self, tier: Tier, codec: str) -> TierSlot:
-        breaker = Breaker("tier", 3, round(1000 * BREAKER_RETRY_S), self.clock)
-        policy = make_policy(self.plan.policy, self.metadata.history)
-        admission = ADMISSIONS["through" if self.plan.write_through else "evict"]
-        return TierSlot(tier, TierCodec(codec), policy, breaker, self.clock, admission)
+        assert isinstance(core.work_queue, WatchedWorkQueue)
+        self.core, self.work_queue, self.cpu = core, core.work_queue, core.cpu
+        self.catalog, self.store, self.sessions = core.catalog, core.store, core.sessions
+        self.counters, self.settle = core.counters, core.settle
+        self.slots = list(core.moves.tiers.slots.values())
 
     def restart(self) -> int:
         """Cut the power; return how many chunks the next server recovered."""
@@ -231,13 +179,7 @@ class World:
         """End this server, keeping what it counted."""
         for name, value in self.counters.snapshot().items():
             self.totals[name] = self.totals.get(name, 0) + value
-        self.work_queue.close()
-        self.cpu.close()
-
-    def settle(self) -> None:
-        """Work off everything that waits."""
-        while self.work_queue.step():
-            pass
+        self.core.close()
 
 
 @contextmanager

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
 
@@ -14,6 +15,7 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.bare_wire import Wire, reheaded, wire_to
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from helpers.prompts import MEDIUM, SMALL, frame_of, store
+from structlog.testing import capture_logs
 
 from kvstore.client import Client
 from kvstore.client.connection import translate
@@ -170,11 +172,14 @@ def test_draining_server_refuses_new_work_and_serves_what_it_has(
 
 
 def test_durable_puts_are_offered_while_the_codec_of_the_disk_loses_nothing(
-    server: LocalServer, wire: Wire
+    make_server: ServerMaker, server: LocalServer, wire: Wire, tmp_path: Path
 ) -> None:
-    def offered() -> bool:
+    def offered(wire: Wire = wire) -> bool:
         return bool(wire.call("Status", pb.StatusRequest()).server.features & FEATURE_DURABLE_PUT)
 
+    for codec, is_durable in (("auto", True), ("auto:bounded", False)):
+        flags = ("--disk", f"16MiB:{tmp_path / codec}", "--codec", f"disk={codec}")
+        assert offered(wire_to(make_server(*flags, "--socket", "off"))) is is_durable
     (disk,) = server.node.store.tiers.lower
     assert offered()
     disk.encoder.use("kvq:2", " (auto)")
@@ -418,7 +423,7 @@ ERRORS: list[KVStoreError] = [
     PermissionDeniedError("no"),
 ]
 
-SECRET = "the password is swordfish"
+BUG = ZeroDivisionError("the password is swordfish")
 
 
 def test_error_of_ours_arrives_as_itself_cut_where_it_is_too_long_to_travel(
@@ -449,13 +454,13 @@ def test_error_of_ours_arrives_as_itself_cut_where_it_is_too_long_to_travel(
     ("error", "arrives"),
     [
         (LeaseExpiredError("gone"), LeaseExpiredError("gone")),
-        (ZeroDivisionError(SECRET), KVStoreError("internal error; see the server's log")),
+        (BUG, KVStoreError("internal error; see the server's log")),
     ],
     ids=["ours", "a bug"],
 )
 def test_error_in_a_call_of_any_kind_comes_after_its_replies_and_a_bug_only_to_the_log(
     server: LocalServer, wire: Wire, monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str], error: Exception, arrives: KVStoreError,
+    error: Exception, arrives: KVStoreError,
 ) -> None:  # fmt: skip
     for seed in (1, 2, 3):
         wire.put_frame(frame_of(wire.key(seed), SMALL))
@@ -465,13 +470,16 @@ def test_error_in_a_call_of_any_kind_comes_after_its_replies_and_a_bug_only_to_t
     monkeypatch.setattr(server.node.store, "lookup", Mock(side_effect=error))
     monkeypatch.setattr(PutStream, "take", Mock(side_effect=error))
     request = pb.ListRequest(session_id=wire.terms.session_id)
-    replies = wire.connection.stream("List", request, DEADLINE_MS)
-    assert [list(next(replies).chunks) for _ in range(2)] == [[one]] * 2
-    for call in (partial(next, replies), *(partial(ask, wire, name) for name in ("Lookup", "Put"))):
-        with pytest.raises(KVStoreError) as caught:
-            call()
-        assert (type(caught.value), str(caught.value)) == (type(arrives), str(arrives))
-    captured = capsys.readouterr()
-    assert (captured.out + captured.err).count(SECRET) == (
-        3 if type(error) is ZeroDivisionError else 0
-    )
+    with capture_logs() as logs:
+        replies = wire.connection.stream("List", request, DEADLINE_MS)
+        assert [list(next(replies).chunks) for _ in range(2)] == [[one]] * 2
+        for call in (
+            partial(next, replies),
+            partial(ask, wire, "Lookup"),
+            partial(ask, wire, "Put"),
+        ):
+            with pytest.raises(KVStoreError) as caught:
+                call()
+            assert (type(caught.value), str(caught.value)) == (type(arrives), str(arrives))
+    broken = [line["exc_info"] for line in logs if line["event"] == "internal error"]
+    assert broken == ([error] * 3 if error is BUG else [])

@@ -6,10 +6,9 @@ import os
 import resource
 import socket
 import threading
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import ExitStack
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 from unittest.mock import DEFAULT, Mock
 
@@ -20,12 +19,14 @@ from helpers.prompts import LARGE, SMALL, store
 from helpers.socket_peer import OPEN, Claim, Peer, attached, joined, staging, ticking
 from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from structlog.testing import capture_logs
 
 from kvstore.client import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, UnauthenticatedError
 from kvstore.proto.types import ChunkKey
 from kvstore.proto.unix_socket import (
+    HEADER_BYTES,
     MAX_PACKET_BYTES,
     METHODS,
     Answer,
@@ -340,7 +341,7 @@ def test_bug_in_the_service_is_an_error_that_tells_nothing_and_the_longest_fits_
     def broken(*_: object, **__: object) -> None:
         raise errors[0]
 
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, capture_logs():
         patch.setattr(server.node.store, name, broken)
         answer = finished(joint, joint.call(method, request))
         assert type(answer.error) is KVStoreError
@@ -351,18 +352,25 @@ def test_bug_in_the_service_is_an_error_that_tells_nothing_and_the_longest_fits_
     assert_works(joint, terms)
 
 
+def packets_of(service: Any, method: str, learn: Callable[[], None]) -> Iterator[Packet]:
+    """Call *method* of *service* without a socket; *learn* is what follows lookups."""
+    table = SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom)
+    session = table.open(SMALL, "test")
+    calls = UnixCalls(service, Authorizer(Settings(), table, lambda: 0.0), learn)
+    packet = pack_call(method, getattr(pb, f"{method}Request")(session_id=session.session_id))
+    head = Request.unpack(packet[:HEADER_BYTES])
+    return calls.answer(session, head, packet[HEADER_BYTES:])
+
+
 def test_what_follows_a_lookup_comes_after_its_answer_and_is_told_nobody() -> None:
-    done, table = [], SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom)
-    service: Any = SimpleNamespace(Lookup=lambda *_: pb.LookupResponse(ready=3))
+    done: list[str] = []
+    service = Mock(Lookup=lambda *_: pb.LookupResponse(ready=3))
 
     def learn() -> None:
         done.append("learnt")
         raise RuntimeError("secret")
 
-    session = table.open(SMALL, "test")
-    calls = UnixCalls(service, Authorizer(Settings(), table, lambda: 0.0), learn)
-    body = pb.LookupRequest(session_id=session.session_id).SerializeToString()
-    packets = calls.answer(session, Request(Op.call, 1), body)
+    packets = packets_of(service, "Lookup", learn)
     assert pb.LookupResponse.FromString(unpack_answer(next(packets)).body).ready == 3
     assert done == []
     assert list(packets) == []
@@ -370,17 +378,11 @@ def test_what_follows_a_lookup_comes_after_its_answer_and_is_told_nobody() -> No
 
 
 def test_stream_that_fails_in_the_middle_ends_with_its_error() -> None:
-    table = SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom)
-
     def get(*_: object) -> Iterator[pb.GetResponse]:
         yield pb.GetResponse(index=4)
         raise InvalidRequestError("x", 1, "y")
 
-    service: Any = SimpleNamespace(Get=get)
-    session = table.open(SMALL, "test")
-    calls = UnixCalls(service, Authorizer(Settings(), table, lambda: 0.0), lambda: None)
-    body = pb.GetRequest(session_id=session.session_id).SerializeToString()
-    first, last = map(unpack_answer, calls.answer(session, Request(Op.call, 2), body))
+    first, last = map(unpack_answer, packets_of(Mock(Get=get), "Get", lambda: None))
     assert (first.reply, pb.GetResponse.FromString(first.body).index) == (Reply.more, 4)
     assert (last.reply, type(last.error)) == (Reply.failed, InvalidRequestError)
 

@@ -317,13 +317,11 @@ def make_table(clock: FakeClock) -> SessionTable:
     return SessionTable(2, 1000, lambda tenant: b"", clock, os.urandom)
 
 
-def open_plane(
-    folder: Path, table: SessionTable, clock: FakeClock, slab: int = -1, descriptors: int = 64
-) -> UnixServer:
+def open_plane(folder: Path, table: SessionTable, clock: FakeClock, slab: int = -1) -> UnixServer:
     """A plane whose only slab is the file *slab*."""
     files = {Op.slab: lambda slab_id, tenant: (os.dup(slab), 4096)}
     authorizer = Authorizer(Settings(), table, clock)
-    return UnixServer(folder / "s.sock", table, files, authorizer, 4, descriptors)
+    return UnixServer(folder / "s.sock", table, files, authorizer, 4, 64)
 
 
 def test_peer_that_stays_silent_is_hung_up_on_as_are_those_beyond_the_limit(
@@ -354,17 +352,6 @@ def test_slab_s_descriptor_is_closed_once_it_is_sent(tmp_path: Path, no_leaks: N
         # Fewer when the memory of attach was not closed yet when they were counted.
         assert eventually(lambda: open_files() <= before)
     os.close(slab)
-
-
-def test_a_connection_that_finds_no_room_is_in_the_log_with_what_to_raise(
-    tmp_path: Path, no_leaks: None, capsys: pytest.CaptureFixture[str]
-) -> None:
-    clock = FakeClock()
-    plane = open_plane(tmp_path, make_table(clock), clock, descriptors=1)
-    with closing(plane), Peer(str(plane.path)) as first, Peer(str(plane.path)) as second:
-        assert first.ask(b"hello") is Reply.invalid
-        assert second.is_hung_up()
-        assert eventually(lambda: "raise ulimit -n" in capsys.readouterr().out)
 
 
 # --- which pages were written

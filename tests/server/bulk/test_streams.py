@@ -259,18 +259,6 @@ def test_of_too_many_readers_that_take_nothing_the_last_loses_its_stream(
     assert server.settled().leases == 0
 
 
-def test_a_reader_that_takes_nothing_loses_its_stream_with_its_lease_by_its_deadline(
-    server: LocalServer, wide: tuple[Terms, bytes]
-) -> None:
-    terms, digests = wide
-    streams = server.streams._streams
-    with closing(StreamCaller(terms)) as mute:
-        mute.say(get_of(terms, digests, deadline_ms=500))
-        assert eventually(lambda: server.usage().leases == 1)
-        assert eventually(lambda: not streams)
-        assert server.settled().leases == 0
-
-
 def test_the_server_s_own_words_and_lengths_over_the_limit_are_hung_up_on(terms: Terms) -> None:
     for word in (ready(1), done(1, 1), failed(1, "", "")):
         with closing(StreamCaller(terms)) as reader:

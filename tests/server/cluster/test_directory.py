@@ -5,11 +5,12 @@ from __future__ import annotations
 import json
 import time
 import urllib.request
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from functools import partial
 from itertools import count
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 from conftest import ServerMaker
@@ -42,22 +43,6 @@ PATIENT_S = 10.0
 
 DirectoryMaker = Callable[..., Directory]
 LOST = TierUnavailableError("redis", "a master is down")
-
-
-class Votes:
-    """A link whose three hashes say of the node what they are told to."""
-
-    url = "redis://votes"
-
-    def __init__(self, *words: bytes | TierUnavailableError) -> None:
-        self.words = words
-        self.asked = 0
-
-    def ask(self, calls: Sequence[object], reply_bytes: int = 0) -> list[object]:
-        self.asked += 1
-        return [
-            one if isinstance(one, TierUnavailableError) else [one, b"", []] for one in self.words
-        ]
 
 
 def key(number: int) -> ChunkKey:
@@ -160,12 +145,13 @@ STANDINGS: tuple[
 def test_a_node_stands_as_most_of_the_answers_say_and_half_turn_away_a_new_one_alone() -> None:
     """A hash that lost its rows lets anybody in, and half of two is not most."""
     for before, words, after in STANDINGS:
-        votes = Votes(b"old", b"old", b"old")
-        roster = Membership(votes, PREFIX, node(1), TTL_MS)  # type: ignore[arg-type]
+        link = Mock()
+        roster = Membership(link, PREFIX, node(1), TTL_MS)
         if before is MembershipState.known:
+            link.ask.return_value = [[b"old", b"", []]] * 3
             roster.beat()
         assert roster.state is before
-        votes.words = words
+        link.ask.return_value = [one if one is LOST else [one, b"", []] for one in words]
         roster.beat()
         assert roster.state is after
 

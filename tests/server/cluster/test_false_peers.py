@@ -6,7 +6,6 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +13,7 @@ import pytest
 from contracts.bad_puts import changed
 from contracts.chunks import make_frame
 from helpers import stream_messages as messages
-from helpers.fake_peer import FakePeer, Message, other
+from helpers.fake_peer import FakePeer, Message, asking, other
 from helpers.local_server import eventually
 from helpers.prompts import MEDIUM, frame_of
 from helpers.stream_messages import Sent
@@ -101,15 +100,14 @@ PATIENCE_S = 60.0
 
 
 @pytest.fixture
-def fake() -> Iterator[FakePeer]:
-    with closing(FakePeer({KEY: frame_of(KEY, MEDIUM, 64)})) as one:
-        yield one
+def fake() -> FakePeer:
+    return FakePeer({KEY: frame_of(KEY, MEDIUM, 64)})
 
 
 @pytest.fixture
-def peers(fake: FakePeer) -> Peers:
-    terms = ("127.0.0.1:1",), Limits(peer_timeout_ms=600_000, breaker_failures=1)
-    return Peers(*terms, fake.dial, Counters(), time.monotonic)
+def peers(fake: FakePeer) -> Iterator[Peers]:
+    with asking(fake, limits=Limits(peer_timeout_ms=600_000, breaker_failures=1)) as peers:
+        yield peers
 
 
 def silent(message: Message) -> list[Message]:
@@ -164,35 +162,33 @@ def test_upkeep_that_waits_for_an_answer_ends_with_the_peers(fake: FakePeer, pee
 
 def test_a_silent_peer_takes_no_time_from_others_that_have_to_be_connected_too() -> None:
     counters, frames = Counters(), {KEY: frame_of(KEY, MEDIUM, 64)}
+    fakes = [FakePeer(frames) for _ in range(3)]
+    limits = Limits(peer_timeout_ms=450, breaker_failures=1)
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        closing(FakePeer(frames)) as second,
-        closing(FakePeer(frames)) as third,
+        asking(*fakes, counters=counters, limits=limits) as peers,
     ):
-        terms = ("a:1", "b:1", "c:1"), Limits(peer_timeout_ms=450, breaker_failures=1)
-        with closing(Peers(*terms, second.dial, counters, time.monotonic)) as peers:
-            first, *others = peers.known()
-            let_in = [one.dial("", "", 1.0) for one in (second, third)]
-            where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
-            sessions = [other(let_in[0], bulk_address=where), *let_in]
-            for peer, said in zip(peers.known(), sessions, strict=True):
-                peer.open_session(said)
-            assert set(peers.find([KEY])[KEY].peers) == set(others)
-            assert [peer.is_up for peer in (first, *others)] == [False, True, True]
-            assert counters["peer_failures"] == 1
+        where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        for peer, fake in zip(peers.known(), fakes, strict=True):
+            told = fake.dial("", "", 1.0)
+            peer.open_session(other(told, bulk_address=where) if fake is fakes[0] else told)
+        first, *others = peers.known()
+        assert set(peers.find([KEY])[KEY].peers) == set(others)
+        assert [peer.is_up for peer in (first, *others)] == [False, True, True]
+        assert counters["peer_failures"] == 1
 
 
-def test_a_peer_for_which_no_time_is_left_is_not_blamed(fake: FakePeer) -> None:
+def test_a_peer_for_which_no_time_is_left_is_not_blamed() -> None:
     now, counters = [100.0], Counters()
 
     def ticks() -> float:
         now[0] += 0.15  # of a timeout of 0.2: the first has its turn
         return now[0]
 
-    terms = ("a:1", "b:1", "c:1"), Limits(peer_timeout_ms=200, breaker_failures=1)
-    with closing(Peers(*terms, fake.dial, counters, ticks)) as peers:
-        for peer in peers.known():
+    limits = Limits(peer_timeout_ms=200, breaker_failures=1)
+    fakes = [FakePeer({}) for _ in range(3)]
+    with asking(*fakes, counters=counters, clock=ticks, limits=limits) as peers:
+        for peer, fake in zip(peers.known(), fakes, strict=True):
             peer.open_session(fake.dial("", "", 1.0))
-        absent = ChunkKey(bytes(32))
-        assert peers.find([absent]) == {}
+        assert peers.find([ChunkKey(bytes(32))]) == {}
         assert counters["peer_failures"] == 0

@@ -103,15 +103,22 @@ def pair(make_server: ServerMaker, request: pytest.FixtureRequest) -> Pair:
     return pair
 
 
+@pytest.fixture
+def keys(pair: Pair) -> list[ChunkKey]:
+    """Chunks of the first node that the second knows of."""
+    keys = store(pair.writer, 1, CHUNKS)
+    pair.find(keys)
+    return keys
+
+
 # --- a client that reads
 
 
 @BOTH_WAYS
 def test_what_a_peer_has_comes_straight_from_it_and_the_own_server_reads_nothing(
     pair: Pair,
+    keys: list[ChunkKey],
 ) -> None:
-    keys = store(pair.writer, 1, CHUNKS)
-    pair.find(keys)
     assert_reads(pair.reader, keys)
     assert (pair.lent(), pair.loaded()) == (CHUNKS, 0)
     assert pair.first.counter("peer_served_chunks") == CHUNKS
@@ -128,9 +135,9 @@ def test_under_a_lease_nothing_is_loaded_ahead_of_who_reads_it_there(pair: Pair)
     assert pair.second.counter("prefetched_chunks") == 0
 
 
-def test_what_is_read_a_second_time_is_kept_by_the_own_server(pair: Pair) -> None:
-    keys = store(pair.writer, 1, CHUNKS)
-    pair.find(keys)
+def test_what_is_read_a_second_time_is_kept_by_the_own_server(
+    pair: Pair, keys: list[ChunkKey]
+) -> None:
     for _ in range(2):
         assert_reads(pair.reader, keys)
     assert eventually(lambda: set(pair.reader.lookup(keys=keys).tiers) == {"cpu"})
@@ -138,25 +145,23 @@ def test_what_is_read_a_second_time_is_kept_by_the_own_server(pair: Pair) -> Non
     assert (pair.lent(), pair.loaded()) == (2 * CHUNKS, CHUNKS)
 
 
-def test_what_the_peer_has_lost_meanwhile_ends_the_prefix(pair: Pair) -> None:
-    keys = store(pair.writer, 1, CHUNKS)
-    pair.find(keys)
+def test_what_the_peer_has_lost_meanwhile_ends_the_prefix(pair: Pair, keys: list[ChunkKey]) -> None:
     pair.writer.delete(keys=keys[2:])
     assert len(pair.reader.get_chunks(keys)) == 2
     assert reads_of(pair.reader).numbers() == [1], "it did as it was asked"
 
 
-def test_what_the_peer_has_lost_and_the_own_server_has_comes_from_there(pair: Pair) -> None:
-    keys = store(pair.writer, 1, CHUNKS)
-    pair.find(keys)
+def test_what_the_peer_has_lost_and_the_own_server_has_comes_from_there(
+    pair: Pair, keys: list[ChunkKey]
+) -> None:
     store(pair.reader, 1, CHUNKS)
     pair.writer.delete(keys=keys[2:])
     assert_reads(pair.reader, keys)
 
 
-def test_wrong_bytes_of_a_peer_are_a_miss_and_count_against_it(pair: Pair) -> None:
-    keys = store(pair.writer, 1, CHUNKS)
-    pair.find(keys)
+def test_wrong_bytes_of_a_peer_are_a_miss_and_count_against_it(
+    pair: Pair, keys: list[ChunkKey]
+) -> None:
     frame = pair.first.node.store.tiers.cpu_tier.peek(keys[1])
     assert frame is not None
     frame.setflags(write=True)
@@ -174,11 +179,9 @@ def test_wrong_bytes_of_a_peer_are_a_miss_and_count_against_it(pair: Pair) -> No
 
 
 def test_a_peer_that_hangs_is_left_alone_and_its_chunks_come_by_way_of_the_own_server(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = store(pair.writer, 1, CHUNKS)
-    pair.find(keys)
-    streams = reads_of(pair.reader)._lenders[1].streams
+    streams = reads_of(pair.reader).lenders[1].streams
     assert streams is not None
     for stream in streams.idle:
         stream._silence_s = SILENCE_S
@@ -206,10 +209,8 @@ def test_a_peer_that_hangs_is_left_alone_and_its_chunks_come_by_way_of_the_own_s
 
 @BOTH_WAYS
 def test_a_peer_that_hangs_up_in_the_midst_costs_nothing(
-    pair: Pair, monkeypatch: pytest.MonkeyPatch
+    pair: Pair, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    keys = store(pair.writer, 1, CHUNKS)
-    pair.find(keys)
     peer_server = pair.first.streams.service.peer_server
     parts = peer_server.parts
 
@@ -227,11 +228,11 @@ def test_a_peer_that_hangs_up_in_the_midst_costs_nothing(
 
 def test_leave_is_asked_for_anew_at_half_its_time(pair: Pair) -> None:
     reads = reads_of(pair.reader)
-    before = reads._lenders[1]
+    before = reads.lenders[1]
     assert before.due_s - time.monotonic() > 0.4 * GUEST_S
     reads._clock = lambda: time.monotonic() + GUEST_S / 2
     reads.numbers()
-    assert eventually(lambda: reads._lenders[1] is not before)
+    assert eventually(lambda: reads.lenders[1] is not before)
     assert eventually(lambda: reads.numbers() == [1])
 
 
@@ -249,16 +250,14 @@ def test_who_asks_for_a_server_that_is_not_known_or_is_down_hears_why(pair: Pair
         session.connection.call("LendPeer", ask, DEADLINE_MS, pb.LendPeerResponse)
 
 
-def test_who_is_not_to_read_from_peers_does_not(pair: Pair) -> None:
+def test_who_is_not_to_read_from_peers_does_not(pair: Pair, keys: list[ChunkKey]) -> None:
     options = ClientOptions(
         "shm", chunk_tokens=CHUNK_TOKENS, deadline_ms=DEADLINE_MS, read_peers=False
     )
     reader = pair.second.connect("shm", MEDIUM, options)
-    keys = store(pair.writer, 1, CHUNKS)
-    pair.find(keys)
     assert_reads(reader, keys)
     assert (pair.lent(), pair.loaded()) == (0, CHUNKS)
-    assert reads_of(reader)._lenders == {}
+    assert reads_of(reader).lenders == {}
 
 
 # --- a guest that asks for more

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from contracts.bad_puts import changed
 from helpers.credentials import Authority, KeyRing
-from helpers.fake_peer import FakePeer, Lie, Message, is_found, is_part, refusal
+from helpers.fake_peer import FakePeer, Lie, Message, asking, is_found, is_part, refusal
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, assert_reads, chunks_of, frame_of, keys_of, outcomes, store
 from helpers.redis_process import RedisProcess
@@ -30,7 +30,7 @@ from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout, PutO
 from kvstore.server.cluster.membership import NodeAddress
 from kvstore.server.cluster.peer_connections import dial_peer, key_metadata
 from kvstore.server.cluster.peer_tier import CHECK_AGAIN_S, CHECKED_AGAIN, KNOWN_S, PeerTier
-from kvstore.server.cluster.peers import BARRED_S, MAX_FAULTS, PeerNode, Peers
+from kvstore.server.cluster.peers import BARRED_S, MAX_FAULTS, PeerNode
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import Limits
 from kvstore.server.store.lookup import MAX_PEER_QUERIES
@@ -386,89 +386,78 @@ def test_a_peer_that_lies_is_left_alone_for_a_while() -> None:
     assert peer.is_up
 
 
+KEY = ChunkKey(bytes(31) + b"k")
+FRAME = frame_of(KEY, MEDIUM, CHUNK_TOKENS)
+
+
 def test_the_faster_of_two_peers_is_read_from_and_the_other_when_it_fails() -> None:
-    key = ChunkKey(bytes(31) + b"k")
-    frame = frame_of(key, MEDIUM, CHUNK_TOKENS)
-    counters = Counters()
-    with closing(FakePeer({key: frame})) as near, closing(FakePeer({key: frame})) as far:
-        fakes = {"127.0.0.1:1": near, "127.0.0.1:2": far}
-        terms = tuple(fakes), Limits(peer_timeout_ms=20_000)
-        peers = Peers(*terms, lambda *say: fakes[say[0]].dial(*say), counters, time.monotonic)
-        with closing(peers):
-            peers.step()
-            one, other = peers.known()
-            other.first_byte_s = 5.0
-            offer = peers.find([key])[key]
-            assert set(offer.peers) == {one, other}
-            out = np.zeros(len(frame), np.uint8)
-            assert {who for who, _ in peers.read(offer, out, 0)} == {one}
-            assert bytes(out) == bytes(frame)
+    counters, near = Counters(), FakePeer({KEY: FRAME})
+    with asking(near, FakePeer({KEY: FRAME}), counters=counters) as peers:
+        peers.step()
+        one, other = peers.known()
+        other.first_byte_s = 5.0
+        offer = peers.find([KEY])[KEY]
+        assert set(offer.peers) == {one, other}
+        for sender in (one, other):
+            out = np.zeros(len(FRAME), np.uint8)
+            assert {who for who, _ in peers.read(offer, out, 0)} == {sender}
+            assert bytes(out) == bytes(FRAME)
             near.lie = lambda message: [refusal(message[0].request)]
-            out[:] = 0
-            assert {who for who, _ in peers.read(offer, out, 0)} == {other}
-            assert bytes(out) == bytes(frame)
-            assert counters["peer_refusals"] == 1
+        assert counters["peer_refusals"] == 1
 
 
 def test_a_listed_peer_that_the_directory_names_too_is_asked_for_each_chunk_once() -> None:
     keys = [ChunkKey(bytes(31) + bytes([number])) for number in range(3)]
     address = NodeAddress("n", 1, "", "127.0.0.1:1")
-    with closing(FakePeer({})) as fake:
-        terms = (address.grpc_address,), Limits(peer_timeout_ms=20_000)
-        peers = Peers(*terms, fake.dial, Counters(), time.monotonic)
+    with asking(FakePeer({})) as peers:
+        peers.step()
         peers.holders = lambda keys, _: dict.fromkeys(keys, (address,))
-        with closing(peers):
-            peers.step()
-            assert list(peers._choose(keys, math.inf).values()) == [keys]
+        assert list(peers._choose(keys, math.inf).values()) == [keys]
 
 
 def test_what_a_peer_deleted_is_offered_no_more_a_moment_later() -> None:
-    now = [100.0]
+    now, fake = [100.0], FakePeer({})
     keys = [ChunkKey(bytes(14) + bytes([0, n]) + bytes(16)) for n in (1, 2)]  # two namespaces
     keys += [ChunkKey(bytes(16) + n.to_bytes(16, "big")) for n in range(CHECKED_AGAIN + 1)]
-    frame = frame_of(keys[0], MEDIUM, CHUNK_TOKENS)
-    infos = {key: replace(parse_header(frame).info(), key=key) for key in keys}
-    with closing(FakePeer({})) as fake:
-        fake._infos.update(infos)
-        terms = ("127.0.0.1:1",), Limits(peer_timeout_ms=20_000)
-        peers = Peers(*terms, fake.dial, Counters(), lambda: now[0])
-        with closing(PeerTier(peers, Counters(), lambda: now[0])) as tier:
-            peers.step()
-            for some in (keys[:1], keys[1:2], keys[2:]):
-                assert None not in tier.find(some)
-            gone = [keys[0], keys[-1]]
-            for key in gone:
-                del fake._infos[key]
-            tier.check_again()
-            assert tier.stale() == []
-            now[0] += CHECK_AGAIN_S
-            peers.step()
-            assert tier.stale() == gone
-            for key in gone:
-                assert tier.load_s(key, 10) is None
-                tier.delete(key)
-            fake.lie = lambda message: [refusal(message[0].request)]
-            now[0] += CHECK_AGAIN_S
-            tier.check_again()
-            assert tier.stale() == [], "who does not answer has deleted nothing"
-            now[0] += KNOWN_S
-            assert set(tier.stale()) == set(keys) - set(gone)
+    info = parse_header(FRAME).info()
+    fake._infos.update({key: replace(info, key=key) for key in keys})
+    with (
+        asking(fake, clock=lambda: now[0]) as peers,
+        closing(PeerTier(peers, Counters(), lambda: now[0])) as tier,
+    ):
+        peers.step()
+        for some in (keys[:1], keys[1:2], keys[2:]):
+            assert None not in tier.find(some)
+        gone = [keys[0], keys[-1]]
+        for key in gone:
+            del fake._infos[key]
+        tier.check_again()
+        assert tier.stale() == []
+        now[0] += CHECK_AGAIN_S
+        peers.step()
+        assert tier.stale() == gone
+        for key in gone:
+            assert tier.load_s(key, 10) is None
+            tier.delete(key)
+        fake.lie = lambda message: [refusal(message[0].request)]
+        now[0] += CHECK_AGAIN_S
+        tier.check_again()
+        assert tier.stale() == [], "who does not answer has deleted nothing"
+        now[0] += KNOWN_S
+        assert set(tier.stale()) == set(keys) - set(gone)
 
 
 def test_who_has_no_time_to_wait_holds_nothing_against_a_peer() -> None:
-    key = ChunkKey(bytes(31) + b"k")
-    counters = Counters()
-    with closing(FakePeer({key: frame_of(key, MEDIUM, CHUNK_TOKENS)})) as fake:
-        terms = ("127.0.0.1:1",), Limits(peer_timeout_ms=20_000, breaker_failures=1)
-        peers = Peers(*terms, fake.dial, counters, time.monotonic)
-        with closing(peers):
-            peers.step()
-            fake.lie = lambda message: []
-            assert peers.find([key], time.monotonic() + 0.01) == {}
-            assert peers.find([key], time.monotonic() - 1.0) == {}
-            assert counters["peer_failures"] == 0
-            fake.lie = as_it_is
-            assert list(peers.find([key])) == [key]
+    counters, fake = Counters(), FakePeer({KEY: FRAME})
+    hasty = Limits(peer_timeout_ms=20_000, breaker_failures=1)
+    with asking(fake, counters=counters, limits=hasty) as peers:
+        peers.step()
+        fake.lie = lambda message: []
+        assert peers.find([KEY], time.monotonic() + 0.01) == {}
+        assert peers.find([KEY], time.monotonic() - 1.0) == {}
+        assert counters["peer_failures"] == 0
+        fake.lie = as_it_is
+        assert list(peers.find([KEY])) == [KEY]
 
 
 def test_lookups_beyond_those_that_ask_themselves_have_it_done(make_server: ServerMaker) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import math
 import random
-from array import array
 from itertools import islice
 
 import numpy as np
@@ -13,9 +12,6 @@ import pytest
 from contracts.plain_leaves import PlainLeaves, agree_on_any_schedule
 from contracts.policy import PolicyContract, above, keep_none, row, rows, tell
 from data.traces.train_scorer import to_json
-from hypothesis import settings
-from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from numpy.typing import NDArray
 from typing_extensions import override
 
@@ -34,8 +30,8 @@ from kvstore.server.eviction.learned import (
     Stump,
     StumpScorer,
 )
-from kvstore.server.eviction.lru import ClassQueues, DiscardHintEviction, LruEviction
-from kvstore.server.eviction.policy import Columns, EvictionPolicy, make_policy
+from kvstore.server.eviction.lru import DiscardHintEviction, LruEviction
+from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 
 
 class NamedPolicyContract(PolicyContract):
@@ -135,74 +131,6 @@ def test_any_schedule_with_hints_agrees_with_the_plain_model() -> None:
                         model.remove(victim)
             kept = [row(n) for n in range(24) if draw.random() < 0.1]
             assert list(policy.victims(kept.__contains__, 0.0)) == model.victims(kept, 99)
-
-
-_KINDS, _ROWS = 3, 40
-
-
-def _queues(order: array[int], limit: int = 1) -> ClassQueues:
-    """Return queues with room for as many rows as *order* has."""
-    columns = Columns()
-    columns.reach(len(order))
-    return ClassQueues(order, columns, limit)
-
-
-def _backwards(queues: ClassQueues, kind: int) -> list[int]:
-    return list(queues.walk_back(kind, with_late=False))
-
-
-class QueuesMachine(RuleBasedStateMachine):
-    """Rows come to the end or in between, and go from anywhere."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.order = array("Q", bytes(8 * (_ROWS + 1)))
-        self.queues = _queues(self.order, _KINDS)
-        self.model: dict[int, int] = {}
-        self.tick = 1000
-
-    @rule(row=st.integers(1, _ROWS), kind=st.integers(0, _KINDS - 1))
-    def append(self, row: int, kind: int) -> None:
-        if row not in self.model:
-            self.tick += 1
-            self.order[row] = self.tick
-            self.queues.append(row, kind)
-            self.model[row] = kind
-
-    @rule(row=st.integers(1, _ROWS), kind=st.integers(0, _KINDS - 1), at=st.integers(0, 1000))
-    def place(self, row: int, kind: int, at: int) -> None:
-        taken = {self.order[other] for other in self.model}
-        if row not in self.model and at not in taken:
-            self.order[row] = at
-            self.queues.place(row, kind)
-            self.model[row] = kind
-
-    @rule(row=st.integers(1, _ROWS))
-    def remove(self, row: int) -> None:
-        if self.model.pop(row, None) is not None:
-            self.queues.remove(row)
-
-    @invariant()
-    def every_queue_is_in_order(self) -> None:
-        for kind in range(_KINDS):
-            rows = sorted(
-                (r for r, k in self.model.items() if k == kind), key=self.order.__getitem__
-            )
-            assert list(self.queues.walk(kind)) == rows
-            back = _backwards(self.queues, kind)
-            ends = self.queues.ends(_KINDS)[2 * kind : 2 * kind + 2]
-            assert ends.tolist() == [(rows or [0])[0], (back or [0])[0]]
-            assert back == [row for row in reversed(rows) if row in back]
-            assert list(self.queues.walk_back(kind)) == rows[::-1]
-            assert set(back) <= set(rows)
-
-    @invariant()
-    def classes_are_those_with_rows(self) -> None:
-        assert self.queues.kinds() == sorted(set(self.model.values()))
-
-
-TestQueues = QueuesMachine.TestCase
-TestQueues.settings = settings(max_examples=60, stateful_step_count=60, deadline=None)
 
 
 class BySize:

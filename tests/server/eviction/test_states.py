@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zlib
 from collections.abc import Iterator
 
 import numpy as np
@@ -26,7 +25,6 @@ from kvstore.server.eviction.states.ranks import (
     LeafLruRank,
     LruRank,
     MarconiRank,
-    read_prior,
     state_class,
 )
 from kvstore.server.eviction.states.tree import HYBRID_7B, CheckpointTree, HybridModel, Node, Tokens
@@ -244,13 +242,6 @@ def test_classes_are_turns_of_ends_and_the_children_of_others() -> None:
     assert ends == [0, 1, 2, 3, 3, 4, 4, 4]
     assert one_child == 15
     assert state_class(node) == STATE_CLASSES - 1
-
-
-def test_the_prior_is_the_one_that_was_measured() -> None:
-    tables = read_prior()
-    assert tables.shape == (2, STATE_CLASSES, 40)
-    crc32 = 252386292  # of its numbers as little-endian uint16: a change has to be meant
-    assert zlib.crc32(tables.astype("<u2").tobytes()) == crc32
 
 
 PLENTY = 10**15

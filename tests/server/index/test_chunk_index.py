@@ -15,7 +15,7 @@ import pytest
 from conftest import ServerMaker
 from contracts.chunks import make_info, make_representation
 from contracts.ends import HYBRID as HYBRID_MODEL
-from contracts.ends import STATES, TOKENS, WIDE, chunk_of, put_ends
+from contracts.ends import TOKENS, chunk_of, put_ends
 from contracts.policy import digest, info, key
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import equal, keys_of, outcomes, tokens
@@ -211,16 +211,6 @@ WHOLE = replace(make_representation(), layer_groups=(*HYBRID_MODEL.layer_groups,
 chunks = st.lists(st.tuples(st.booleans(), st.booleans(), st.integers(16, 40)), max_size=12)
 
 
-def test_a_models_layers_say_what_the_end_of_a_prefix_needs() -> None:
-    for model, needs in (
-        (make_representation(), ResumeRequirements()),
-        (STATES, ResumeRequirements(state=True)),
-        (HYBRID_MODEL, ResumeRequirements(state=True, window_tokens=11)),
-        (WIDE, ResumeRequirements(window_tokens=33)),
-    ):
-        assert ResumeRequirements.of_groups(model.layer_groups) == needs
-
-
 @given(chunks, st.booleans(), st.integers(0, 90))
 def test_a_prefix_ends_at_the_deepest_state_whose_windows_reach(
     drawn: list[tuple[bool, bool, int]], state: bool, window: int
@@ -243,18 +233,6 @@ def test_a_prefix_ends_at_the_deepest_state_whose_windows_reach(
     deepest = max((n for n in range(1, len(drawn) + 1) if can_end(n)), default=0)
     rows = index.prefix([key(number) for number in range(len(drawn))])
     assert len(index.usable(rows)) == deepest
-
-
-def test_a_chunk_lacks_what_another_put_of_it_has() -> None:
-    index = ChunkIndex(["cpu"])
-    less, none = (
-        KVLayout.of(HYBRID_MODEL, 16, window=window, state=False) for window in (True, False)
-    )
-    with_window, bare = index.add("cpu", [replace(info(0), layout=less)])[0], NO_ROW
-    assert index.is_less_complete(with_window, KVLayout.of(HYBRID_MODEL, 16))
-    assert not index.is_less_complete(with_window, less)
-    assert not index.is_less_complete(with_window, none)
-    assert index.is_less_complete(bare, less)
 
 
 THREE = ("cpu", "disk", "redis")
@@ -329,22 +307,6 @@ def test_the_ends_of_one_prompt_as_it_grows_do_not_make_it_common(index: ChunkIn
     add(index, "cpu", info(5, 1))
     assert index.is_common(first)
     assert index.is_common(second)
-
-
-def test_a_copy_that_is_not_near_enough_to_the_original_does_not_count(index: ChunkIndex) -> None:
-    add(index, "cpu", info(0))
-    add(index, "disk", replace(info(1), accuracy=Accuracy.bounded))
-    assert len(keys_at(index, [0, 1])) == 1
-    assert len(keys_at(index, [0, 1], Accuracy.bounded)) == 2
-    add(index, "cpu", info(1))
-    assert len(keys_at(index, [0, 1])) == 2
-    held, sizes = index.sizes(
-        "disk", index.readable(index.prefix([key(0), key(1)])), Accuracy.bounded
-    )
-    assert held.tolist() == [False, True]
-    assert sizes.tolist()[1] == info(1).size_bytes
-    held, _ = index.sizes("disk", index.readable(index.prefix([key(0), key(1)])), Accuracy.exact)
-    assert not held.any()
 
 
 def test_an_index_has_no_more_tiers_than_a_byte_has_bits() -> None:

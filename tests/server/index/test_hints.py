@@ -7,18 +7,17 @@ from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 
-import numpy as np
 import pytest
 from conftest import ServerMaker
-from contracts.policy import keep_none, rows
-from helpers.core_chunks import leased, look_up
+from contracts.policy import keep_none
+from helpers.core_chunks import leased
 from helpers.local_server import DEADLINE_MS
 from helpers.prompts import SMALL, chunks_of, outcomes
 from helpers.prompts import keys_of as names_of
 from hypothesis import given
 from hypothesis import strategies as st
 from simulation.clock import FakeClock
-from simulation.core import Core, keys_of, prompt
+from simulation.core import Core, prompt
 from simulation.tiers import SimDisk, no_faults
 from simulation.universe import Version
 
@@ -33,7 +32,7 @@ from kvstore.proto.types import KVLayout, PutOutcome
 from kvstore.server.eviction.lru import LruEviction
 from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 from kvstore.server.eviction.quotas import PartitionedEviction, PartitionTable, Quota
-from kvstore.server.index.hints import LOOK_AHEAD, NEVER, ChunkMetadata, RowHints
+from kvstore.server.index.hints import LOOK_AHEAD, ChunkMetadata, RowHints
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import ReadTerms
 from kvstore.server.store.reservations import PutResult
@@ -54,8 +53,8 @@ def core(clock: FakeClock) -> Iterator[Core]:
         yield core
 
 
-def ready(core: Core, session: Session, versions: list[Version]) -> int:
-    return look_up(core, session, versions).ready
+def ready(core: Core, versions: list[Version]) -> int:
+    return core.look_up(versions).ready
 
 
 def here(core: Core, versions: list[Version]) -> list[bool]:
@@ -63,30 +62,28 @@ def here(core: Core, versions: list[Version]) -> list[bool]:
 
 
 def test_a_chunk_is_nobodys_hit_from_the_moment_its_time_is_up(
-    core: Core, session: Session, clock: FakeClock
+    core: Core, clock: FakeClock
 ) -> None:
     versions = prompt(3)
-    core.put(session, versions[:1])
-    core.put(session, versions[1:], hints=TEN_S)
+    core.put(versions[:1])
+    core.put(versions[1:], hints=TEN_S)
     clock.advance(9.999)
-    assert ready(core, session, versions) == 3
+    assert ready(core, versions) == 3
     clock.advance(0.001)
-    assert ready(core, session, versions) == 1
-    assert core.get(session, keys_of(versions)) == core.get(session, keys_of(versions[:1]))
-    match = look_up(core, session, versions, lease=True)
+    assert ready(core, versions) == 1
+    assert core.get(versions) == core.get(versions[:1])
+    match = core.look_up(versions, lease=True)
     assert (match.ready, match.pending, match.missing) == (1, 0, 2)
 
 
-def test_a_lease_taken_in_time_is_read_to_its_end(
-    core: Core, session: Session, clock: FakeClock
-) -> None:
+def test_a_lease_taken_in_time_is_read_to_its_end(core: Core, clock: FakeClock) -> None:
     versions = prompt(2)
-    core.put(session, versions, hints=TEN_S)
-    with leased(core, session, versions) as keys:
+    core.put(versions, hints=TEN_S)
+    with leased(core, versions) as keys:
         clock.advance(11)
         core.store.tick()
         assert here(core, versions) == [True, True]
-        assert len(list(core.store.reads.get(keys, ReadTerms(session, core.later())))) == 2
+        assert len(list(core.store.reads.get(keys, ReadTerms(core.session, core.later())))) == 2
     core.store.tick()
     assert here(core, versions) == [False, False]
 
@@ -94,8 +91,8 @@ def test_a_lease_taken_in_time_is_read_to_its_end(
 def test_expired_chunks_are_dropped_and_counted_on_every_tier(clock: FakeClock) -> None:
     disk = SimDisk(1 << 20, no_faults())
     with closing(Core([disk], clock=clock)) as core:
-        session, versions = core.open_session(), prompt(3)
-        core.put(session, versions, durable=True, hints=TEN_S)
+        versions = prompt(3)
+        core.put(versions, durable=True, hints=TEN_S)
         assert core.tiers_of(versions[0]) == ["cpu", "disk"]
         clock.advance(10)
         core.store.tick()
@@ -104,62 +101,62 @@ def test_expired_chunks_are_dropped_and_counted_on_every_tier(clock: FakeClock) 
         assert core.counters["expired_chunks"] == 6
 
 
-def test_what_expired_is_the_first_to_go(core: Core, session: Session, clock: FakeClock) -> None:
+def test_what_expired_is_the_first_to_go(core: Core, clock: FakeClock) -> None:
     old, mortal, filler = prompt(5), prompt(4, seed=1), prompt(3, seed=2)
-    core.put(session, old)
-    core.put(session, mortal, hints=TEN_S)
-    core.put(session, filler)
+    core.put(old)
+    core.put(mortal, hints=TEN_S)
+    core.put(filler)
     clock.advance(10)
-    core.put(session, prompt(4, seed=3))
+    core.put(prompt(4, seed=3))
     assert here(core, mortal) == [False] * 4
     assert here(core, old + filler) == [True] * 8
 
 
-def test_a_chunk_put_again_lives_on(core: Core, session: Session, clock: FakeClock) -> None:
+def test_a_chunk_put_again_lives_on(core: Core, clock: FakeClock) -> None:
     versions = prompt(2)
-    core.put(session, versions, hints=TEN_S)
+    core.put(versions, hints=TEN_S)
     clock.advance(10)
-    assert core.put(session, versions[:1]) == [PutResult(PutOutcome.exists)]
-    core.put(session, versions[1:], hints=TEN_S)
-    assert ready(core, session, versions) == 2
+    assert core.put(versions[:1]) == [PutResult(PutOutcome.exists)]
+    core.put(versions[1:], hints=TEN_S)
+    assert ready(core, versions) == 2
     clock.advance(10)
-    assert ready(core, session, versions) == 1, "the first lives for ever now"
+    assert ready(core, versions) == 1, "the first lives for ever now"
 
 
 def test_a_category_has_its_own_time_to_live_and_a_hint_overrules_it(
-    core: Core, session: Session, clock: FakeClock
+    core: Core, clock: FakeClock
 ) -> None:
     mine, longer, other = prompt(1), prompt(1, seed=1), prompt(1, seed=2)
-    core.put(session, mine, hints=Hints(category="batch"))
-    core.put(session, longer, hints=Hints(category="batch", ttl_ms=20_000))
-    core.put(session, other, hints=Hints(category="chat"))
+    core.put(mine, hints=Hints(category="batch"))
+    core.put(longer, hints=Hints(category="batch", ttl_ms=20_000))
+    core.put(other, hints=Hints(category="chat"))
     clock.advance(5)
-    assert [ready(core, session, one) for one in (mine, longer, other)] == [0, 1, 1]
+    assert [ready(core, one) for one in (mine, longer, other)] == [0, 1, 1]
 
 
-def test_a_pin_keeps_chunks_for_its_time(core: Core, session: Session, clock: FakeClock) -> None:
+def test_a_pin_keeps_chunks_for_its_time(core: Core, clock: FakeClock) -> None:
     pinned = prompt(3)
-    core.put(session, pinned, hints=Hints(pin_ms=5_000))
-    core.put(session, prompt(12, seed=1))
+    core.put(pinned, hints=Hints(pin_ms=5_000))
+    core.put(prompt(12, seed=1))
     assert here(core, pinned) == [True] * 3
     clock.advance(5)
     core.store.tick()
-    core.put(session, prompt(12, seed=2))
+    core.put(prompt(12, seed=2))
     assert here(core, pinned) == [False] * 3
 
 
 def test_what_is_said_at_the_release_is_of_the_chunks_of_the_lease(
-    core: Core, session: Session, clock: FakeClock
+    core: Core, clock: FakeClock
 ) -> None:
     versions = prompt(3)
-    core.put(session, versions)
-    match = look_up(core, session, versions[:2], lease=True)
+    core.put(versions)
+    match = core.look_up(versions[:2], lease=True)
     assert not core.store.release(core.open_session(), match.lease_id, TEN_S)
     assert core.metadata.hints.expiring == 0, "it was another's to release"
-    assert core.store.release(session, match.lease_id, TEN_S)
+    assert core.store.release(core.session, match.lease_id, TEN_S)
     clock.advance(10)
-    assert ready(core, session, versions[2:]) == 1
-    assert ready(core, session, versions) == 0
+    assert ready(core, versions[2:]) == 1
+    assert ready(core, versions) == 0
 
 
 LIES = [
@@ -183,10 +180,10 @@ def hits_of_a_day(lie: Hints) -> int:
         honest, liar = core.open_session(), core.open_session("blue")
         for second in range(240):
             mine = prompt(2, seed=second % 5)
-            hits += ready(core, honest, mine)
-            core.put(honest, mine)
+            hits += core.look_up(mine, honest).ready
+            core.put(mine, honest)
             if second % 2:
-                core.put(liar, prompt(2, seed=1_000 + second, tenant="blue"), hints=lie)
+                core.put(prompt(2, seed=1_000 + second, tenant="blue"), liar, hints=lie)
             clock.advance(1)
             if second % 20 == 0:
                 core.store.tick()
@@ -219,13 +216,13 @@ def quotas(clock: FakeClock) -> Iterator[Core]:
 
 def outcome(core: Core, session: Session, versions: list[Version]) -> PutOutcome:
     """What became of the last."""
-    return core.put(session, versions)[-1].outcome
+    return core.put(versions, session)[-1].outcome
 
 
 def test_a_put_over_the_quota_evicts_the_tenants_own(quotas: Core) -> None:
     core, red, blue = quotas, quotas.open_session("red"), quotas.open_session("blue")
     theirs = prompt(3, seed=5, tenant="blue")
-    core.put(blue, theirs)
+    core.put(theirs, blue)
     for seed in range(6):
         mine = prompt(1, seed=seed)
         assert outcome(core, red, mine) is PutOutcome.stored
@@ -238,8 +235,8 @@ def test_a_put_over_the_quota_evicts_the_tenants_own(quotas: Core) -> None:
 def test_a_tenant_that_leases_all_it_may_have_is_refused_and_nobody_else(quotas: Core) -> None:
     core, red, blue = quotas, quotas.open_session("red"), quotas.open_session("blue")
     mine = prompt(3)
-    core.put(red, mine)
-    match = look_up(core, red, mine, lease=True)
+    core.put(mine, red)
+    match = core.look_up(mine, red, lease=True)
     assert outcome(core, red, prompt(1, seed=1)) is PutOutcome.refused
     assert outcome(core, blue, prompt(1, seed=2, tenant="blue")) is PutOutcome.stored
     core.store.release(red, match.lease_id)
@@ -373,38 +370,6 @@ def test_a_chunk_never_goes_before_what_continues_it(priorities: list[int]) -> N
     assert sorted(order) == list(parents)
     for row, parent in parents.items():
         assert parent == NO_ROW or order.index(row) < order.index(parent)
-
-
-def test_rows_count_up_to_the_first_whose_time_is_up() -> None:
-    table = table_of_rows()
-    chain = rows(range(6))
-    assert not table.expiring
-    table.set_expiry(3, 10.0)
-    table.set_expiry(5, 8.0)
-    assert len(table.unexpired(chain, 7.9)) == 6
-    assert len(table.unexpired(chain, 8.0)) == 4
-    assert len(table.unexpired(chain, 10.0)) == 2
-    table.set_expiry(3, NEVER)
-    assert len(table.unexpired(chain, 10.0)) == 4
-    table.forget(5)
-    assert table.unexpired(chain, 10.0) is chain
-    assert not table.expiring
-    assert len(table.unexpired(np.array([], np.intp), 1.0)) == 0
-
-
-def test_the_first_to_expire_are_named_first_until_they_are_forgotten() -> None:
-    table = table_of_rows()
-    for row, expiry in ((1, 5.0), (2, 3.0), (3, 9.0), (4, 4.0)):
-        table.set_expiry(row, expiry)
-    assert table.expired(2.9, 10) == []
-    assert table.expired(5.0, 10) == table.expired(5.0, 10) == [2, 4, 1]
-    assert table.expired(5.0, 2) == [2, 4]
-    table.partitions[2] = 3
-    table.forget(2)
-    assert table.partitions[2] == 0
-    table.set_expiry(4, 20.0)
-    assert table.expired(5.0, 10) == [1]
-    assert table.expired(50.0, 10) == [1, 3, 4]
 
 
 def test_a_life_that_is_prolonged_again_and_again_takes_no_more_room() -> None:

@@ -19,7 +19,6 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import FLAG_RESTORED, FrameHeader, check_frame, parse_header
 from kvstore.proto.types import Accuracy, ChunkKey, PutOutcome
-from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import LayerwiseRead
 from kvstore.server.store.reads import ReadTerms
 from kvstore.server.tiering.tier_slot import TierCodec
@@ -53,29 +52,27 @@ def forget(core: Core, version: Version, tier: str = "cpu") -> None:
     core.settle()
 
 
-def lower_to_disk(core: Core, session: Session, count: int = 1) -> list[Version]:
+def lower_to_disk(core: Core, count: int = 1) -> list[Version]:
     """Put chunks of which the lossy copy on disk is all that is left."""
     versions = prompt(count)
-    core.put(session, versions)
+    core.put(versions)
     for version in versions:
         assert core.copy_down(version) is True
         forget(core, version)
     return versions
 
 
-def ready(core: Core, session: Session, versions: list[Version], least: Accuracy) -> int:
-    match = core.store.lookup(
-        session, keys_of(versions), core.later(), lease=False, min_accuracy=least
-    )
+def ready(core: Core, versions: list[Version], least: Accuracy) -> int:
+    match = core.look_up(versions, lease=False, min_accuracy=least)
     return match.ready
 
 
-def read(core: Core, session: Session, versions: list[Version], least: Accuracy) -> list[Bytes]:
+def read(core: Core, versions: list[Version], least: Accuracy) -> list[Bytes]:
     """Return the frames that a get delivers."""
-    lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    terms = ReadTerms(session, core.later(), least)
+    lease_id, known = core.store.open_get(core.session, keys_of(versions), 0)
+    terms = ReadTerms(core.session, core.later(), least)
     frames = [one.data.copy() for one in core.store.reads.get(keys_of(versions)[:known], terms)]
-    assert core.store.release(session, lease_id)
+    assert core.store.release(core.session, lease_id)
     return frames
 
 
@@ -83,27 +80,26 @@ def accuracy_on(core: Core, tier: str, key: ChunkKey) -> Accuracy:
     return core.catalog.copies(key)[tier].accuracy
 
 
-def test_a_lossy_copy_that_is_being_read_does_not_go(core: Core, session: Session) -> None:
-    (version,) = lower_to_disk(core, session)
-    read(core, session, [version], Accuracy.bounded)
-    lease_id, _ = core.store.open_get(session, [version.info.key], 0)
-    (result,) = core.put(session, [version])
+def test_a_lossy_copy_that_is_being_read_does_not_go(core: Core) -> None:
+    (version,) = lower_to_disk(core)
+    read(core, [version], Accuracy.bounded)
+    lease_id, _ = core.store.open_get(core.session, [version.info.key], 0)
+    (result,) = core.put([version])
     assert result.outcome is PutOutcome.refused
     assert core.catalog.in_flight.writers.total() == 0
-    core.store.release(session, lease_id)
-    assert core.put(session, [version])[0].outcome is PutOutcome.stored
+    core.store.release(core.session, lease_id)
+    assert core.put([version])[0].outcome is PutOutcome.stored
 
 
 def test_layers_of_too_low_accuracy_end_the_prefix_and_others_come(core: Core) -> None:
-    session = core.open_session()
-    versions = lower_to_disk(core, session, 2)
+    versions = lower_to_disk(core, 2)
 
     def parts(least: Accuracy) -> list[int]:
-        lease_id, known = core.store.open_get(session, keys_of(versions), 0)
+        lease_id, known = core.store.open_get(core.session, keys_of(versions), 0)
         keys = keys_of(versions)[:known]
-        get = LayerwiseRead(core.moves, keys, ReadTerms(session, core.later(), least))
+        get = LayerwiseRead(core.moves, keys, ReadTerms(core.session, core.later(), least))
         found = [part.chunk for part in get.parts() if not part.offset]
-        core.store.release(session, lease_id)
+        core.store.release(core.session, lease_id)
         return found
 
     assert parts(Accuracy.exact) == []
@@ -111,25 +107,23 @@ def test_layers_of_too_low_accuracy_end_the_prefix_and_others_come(core: Core) -
     assert parts(Accuracy.exact) == [], "nor when they are in CPU memory"
 
 
-def test_a_durable_put_needs_a_disk_that_loses_nothing(core: Core, session: Session) -> None:
+def test_a_durable_put_needs_a_disk_that_loses_nothing(core: Core) -> None:
     assert core.store.durable is None
     with pytest.raises(InvalidRequestError, match="whose codec loses nothing"):
-        core.put(session, prompt(1), durable=True)
+        core.put(prompt(1), durable=True)
     core.slot("disk").encoder.use("raw", " (auto)")
     assert core.store.durable is core.slot("disk")
 
 
-def test_a_frame_that_lies_about_its_accuracy_in_the_index_is_damage(
-    core: Core, session: Session
-) -> None:
-    (version,) = lower_to_disk(core, session)
+def test_a_frame_that_lies_about_its_accuracy_in_the_index_is_damage(core: Core) -> None:
+    (version,) = lower_to_disk(core)
     info = core.catalog.copies(version.info.key)["disk"]
     exact = FrameHeader.info(parse_header(version.frame))
     core.catalog.note_sealed("disk", type(info)(
         info.key, info.parent, info.layout, info.codec_id, info.size_bytes, exact.accuracy,
         info.prefill_flops,
     ))  # fmt: skip
-    assert read(core, session, [version], Accuracy.exact) == []
+    assert read(core, [version], Accuracy.exact) == []
     assert core.counters["corrupt_chunks"] == 1
     assert core.tiers_of(version) == []
 
@@ -174,7 +168,7 @@ class Schedule:
     def put(self) -> None:
         version = self.draw.choice(self.versions)
         had_exact = bool(self.core.catalog.holders(version.info.key, Accuracy.exact))
-        (result,) = self.core.put(self.session, [version])
+        (result,) = self.core.put([version])
         assert (result.outcome is PutOutcome.exists) == had_exact, "lossy copies are no reason"
 
     def copy(self) -> None:
@@ -201,8 +195,8 @@ class Schedule:
         start = self.draw.randrange(len(self.versions))
         versions = self.versions[start:]
         least = self.draw.choice([Accuracy.exact, Accuracy.bounded, Accuracy.bounded])
-        expected = ready(self.core, self.session, versions, least)
-        frames = read(self.core, self.session, versions, least)
+        expected = ready(self.core, versions, least)
+        frames = read(self.core, versions, least)
         assert len(frames) == expected
         for version, frame in zip(versions, frames, strict=False):
             header = check_frame(frame, version.info.key)
@@ -220,7 +214,7 @@ class Schedule:
 
     def crowd(self) -> None:
         """Put so many others that what is in memory has to go."""
-        self.core.put(self.session, prompt(self.core.slabs * 3, seed=self.draw.randrange(1, 9)))
+        self.core.put(prompt(self.core.slabs * 3, seed=self.draw.randrange(1, 9)))
 
     def delete(self) -> None:
         self.core.store.delete([self.draw.choice(self.versions).info.key], self.core.later())

@@ -11,7 +11,7 @@ import pytest
 from contracts.chunks import make_representation
 from helpers.core_chunks import leased, put_low
 from simulation.clock import FakeClock
-from simulation.core import Core, frames_of, keys_of, settings
+from simulation.core import Core, frames_of, settings
 from simulation.tiers import GatedDisk, SimDisk, no_faults
 from simulation.universe import Version, salt, write_frame
 
@@ -33,7 +33,6 @@ from kvstore.proto.types import (
     LayerKind,
     layer_order,
 )
-from kvstore.server.security.sessions import Session
 from kvstore.server.store.layered_reads import READ_AHEAD_SEGMENTS, LayerwiseRead, StreamingLoad
 from kvstore.server.store.reads import LayerPart, Loads, ReadTerms
 
@@ -69,10 +68,6 @@ def prompt(length: int) -> list[Version]:
     return versions
 
 
-def open_session(core: Core) -> Session:
-    return core.sessions.open(MODEL, "a test", "red")
-
-
 class CountingDisk(SimDisk):
     """Counts its reads, and can lose a chunk at one of them."""
 
@@ -90,29 +85,22 @@ def disk() -> CountingDisk:
 
 @pytest.fixture
 def core(disk: SimDisk) -> Iterator[Core]:
-    with closing(Core([disk], slabs=8, clock=FakeClock())) as core:
+    with closing(Core([disk], model=MODEL, slabs=8, clock=FakeClock())) as core:
         yield core
 
 
-@pytest.fixture
-def session(core: Core) -> Session:
-    return open_session(core)
-
-
 def parts_of(
-    core: Core, session: Session, versions: list[Version], seconds: float = 60.0
+    core: Core, versions: list[Version], seconds: float = 60.0
 ) -> Generator[LayerPart, None, None]:
     """A layered get under a lease of its own."""
-    with leased(core, session, versions) as keys:
-        get = LayerwiseRead(core.moves, keys, ReadTerms(session, core.later(seconds)))
+    with leased(core, versions) as keys:
+        get = LayerwiseRead(core.moves, keys, ReadTerms(core.session, core.later(seconds)))
         yield from get.parts()
 
 
-def read(
-    core: Core, session: Session, versions: list[Version], seconds: float = 60.0
-) -> list[LayerPart]:
+def read(core: Core, versions: list[Version], seconds: float = 60.0) -> list[LayerPart]:
     """What such a get delivers, with copies of the bytes: its own are gone when it is over."""
-    parts = parts_of(core, session, versions, seconds)
+    parts = parts_of(core, versions, seconds)
     return [part._replace(data=part.data.copy()) for part in parts]
 
 
@@ -135,17 +123,15 @@ def whole(parts: list[LayerPart], versions: list[Version]) -> int:
 
 
 @pytest.mark.parametrize("low", [False, True], ids=["memory", "disk"])
-def test_headers_come_first_then_each_layer_of_all_chunks(
-    core: Core, session: Session, low: bool
-) -> None:
+def test_headers_come_first_then_each_layer_of_all_chunks(core: Core, low: bool) -> None:
     versions = prompt(5)
     if low:
-        put_low(core, session, versions)
+        put_low(core, versions)
     else:
-        core.put(session, versions)
-    parts = read(core, session, versions)
+        core.put(versions)
+    parts = read(core, versions)
     header = parse_header(np.frombuffer(versions[0].frame, np.uint8))
-    order = [segment for _, segment in layer_order(session.representation)]
+    order = [segment for _, segment in layer_order(core.session.representation)]
     offsets = [0, *(int(header.segments[segment]["offset"]) for segment in order)]
     assert [(part.offset, part.chunk) for part in parts] == [
         (offset, chunk) for offset in offsets for chunk in range(5)
@@ -158,13 +144,11 @@ def test_headers_come_first_then_each_layer_of_all_chunks(
     assert core.cpu.stats().reservations == 0
 
 
-def test_a_layer_is_sent_before_the_next_is_read(
-    core: Core, session: Session, disk: CountingDisk
-) -> None:
+def test_a_layer_is_sent_before_the_next_is_read(core: Core, disk: CountingDisk) -> None:
     versions = prompt(3)
-    put_low(core, session, versions)
+    put_low(core, versions)
     disk.reads = 0
-    parts = parts_of(core, session, versions)
+    parts = parts_of(core, versions)
     with closing(parts):
         for _ in range(3):
             assert next(parts).offset == 0
@@ -174,14 +158,12 @@ def test_a_layer_is_sent_before_the_next_is_read(
         assert 0 < core.work_queue.depth()["load-disk"] <= READ_AHEAD_SEGMENTS
 
 
-def test_what_was_read_to_the_end_is_in_memory_and_half_a_get_leaves_nothing(
-    core: Core, session: Session
-) -> None:
+def test_what_was_read_to_the_end_is_in_memory_and_half_a_get_leaves_nothing(core: Core) -> None:
     versions = prompt(3)
-    put_low(core, session, versions)
+    put_low(core, versions)
     before = core.cpu.stats()
     for count in (0, 1, 3, 5, 9):
-        parts = parts_of(core, session, versions)
+        parts = parts_of(core, versions)
         with closing(parts):
             for _ in range(count):
                 next(parts)
@@ -189,36 +171,35 @@ def test_what_was_read_to_the_end_is_in_memory_and_half_a_get_leaves_nothing(
         core.settle()
         assert core.cpu.stats() == before
         assert core.catalog.leases.pins.total() == 0
-    assert whole(read(core, session, versions), versions) == 3
+    assert whole(read(core, versions), versions) == 3
     assert [core.tiers_of(version) for version in versions] == [["cpu", "disk"]] * 3
-    assert core.get(session, keys_of(versions)) == frames_of(versions)
+    assert core.get(versions) == frames_of(versions)
 
 
 @pytest.mark.parametrize("what", ["header", "last layer", "lost"])
 def test_a_damaged_chunk_ends_the_prefix_and_is_dropped(
-    core: Core, session: Session, disk: CountingDisk, what: str
+    core: Core, disk: CountingDisk, what: str
 ) -> None:
     versions = prompt(3)
-    put_low(core, session, versions)
+    put_low(core, versions)
     key, size = versions[1].info.key, versions[1].info.size_bytes
     if what == "lost":
         disk.lose(key)
     else:
         disk.flip(key, 8 * (60 if what == "header" else size - 1))
-    parts = read(core, session, versions)
+    parts = read(core, versions)
     assert whole(parts, versions) == 1
     assert core.tiers_of(versions[1]) == []
     assert core.cpu.stats().reservations == 0
-    assert core.put(session, [versions[1]])[0].reason == ""
+    assert core.put([versions[1]])[0].reason == ""
 
 
 def test_a_get_that_is_over_while_a_layer_is_read_gives_its_room_back_then() -> None:
     gated = GatedDisk(TIER_BYTES)
-    with closing(Core([gated], slabs=8, workers=1)) as core:
-        session = open_session(core)
+    with closing(Core([gated], model=MODEL, slabs=8, workers=1)) as core:
         versions = prompt(2)
-        put_low(core, session, versions)
-        parts = parts_of(core, session, versions)
+        put_low(core, versions)
+        parts = parts_of(core, versions)
         assert next(parts).offset == 0
         gated.shut()
         parts.close()
@@ -230,23 +211,22 @@ def test_a_get_that_is_over_while_a_layer_is_read_gives_its_room_back_then() -> 
 
 def test_memory_full_of_leases_ends_the_prefix(disk: CountingDisk) -> None:
     config = settings(max_frame_bytes=0)
-    with closing(Core([disk], slabs=1, config=config, clock=FakeClock())) as core:
-        session = open_session(core)
+    with closing(Core([disk], model=MODEL, slabs=1, config=config, clock=FakeClock())) as core:
         versions = prompt(5)
         for version in versions:
-            put_low(core, session, [version])
-        parts = read(core, session, versions)
+            put_low(core, [version])
+        parts = read(core, versions)
         assert whole(parts, versions) == 2, "as many as a slab holds"
         assert core.cpu.stats().reservations == 0
 
 
 def test_a_read_that_begins_once_its_get_is_over_reads_nothing(
-    core: Core, session: Session, disk: CountingDisk
+    core: Core, disk: CountingDisk
 ) -> None:
     (version,) = versions = prompt(1)
-    put_low(core, session, versions)
-    with leased(core, session, versions):
-        loads = Loads(core.moves, ReadTerms(session, core.later()))
+    put_low(core, versions)
+    with leased(core, versions):
+        loads = Loads(core.moves, ReadTerms(core.session, core.later()))
         copy = core.catalog.copies(version.info.key)["disk"]
         load, reads = StreamingLoad(loads, core.slot("disk"), copy), disk.reads
         load.close()

@@ -10,7 +10,6 @@ from functools import partial
 import numpy as np
 import pytest
 from contracts.policy import key
-from helpers.core_chunks import look_up
 from simulation.clock import FakeClock
 from simulation.core import BREAKER_RETRY_S, Core, keys_of, prompt
 from simulation.tiers import SimRedis, no_faults
@@ -32,7 +31,6 @@ from kvstore.server.cluster.refill import CHECK_S, MAX_COPIES
 from kvstore.server.index.chunk_index import ResumeRequirements
 from kvstore.server.index.holds import LeaseTerms
 from kvstore.server.node import TICK_S
-from kvstore.server.security.sessions import Session
 from kvstore.server.store.lookup import MAX_NEGATIVE_KEYS, NEGATIVE_TTL_S
 from kvstore.server.tiering.admission import WRITE_BACK
 
@@ -66,28 +64,28 @@ def core(redis: AskedRedis, clock: FakeClock) -> Iterator[Core]:
 
 
 def test_what_a_shared_tier_just_did_not_have_is_not_asked_for_again(
-    core: Core, session: Session, redis: AskedRedis, clock: FakeClock
+    core: Core, redis: AskedRedis, clock: FakeClock
 ) -> None:
     for _ in range(3):
-        assert look_up(core, session, VERSIONS).missing == 4
+        assert core.look_up(VERSIONS).missing == 4
     assert redis.asked == [KEYS]
     assert core.counters["spared_questions"] == 2
     clock.advance(NEGATIVE_TTL_S)
-    look_up(core, session, VERSIONS)
+    core.look_up(VERSIONS)
     assert redis.asked == [KEYS, KEYS]
 
 
 def test_a_state_that_another_node_put_takes_the_place_of_a_chunk_without(
-    core: Core, session: Session, redis: AskedRedis
+    core: Core, redis: AskedRedis
 ) -> None:
     catalog, info = core.store.catalog, VERSIONS[0].info
     catalog.needs_ends(Namespace(info.key[:DIGEST_BYTES]), ResumeRequirements(state=True))
     state = Component(LayerKind.state, DType.uint8, 1, 1, 40, 1, info.layout.tokens)
     richer = replace(info, layout=KVLayout((*info.layout.components, state)), size_bytes=900)
     redis.others_put(richer, np.zeros(900, np.uint8))
-    core.put(session, VERSIONS[:1])
+    core.put(VERSIONS[:1])
     assert catalog.copies(KEYS[0])["cpu"].layout == info.layout
-    match = look_up(core, session, VERSIONS)
+    match = core.look_up(VERSIONS)
     assert (match.ready, match.tiers, match.shared) == (1, ("redis",), 1)
     assert catalog.copies(KEYS[0])["redis"].layout == richer.layout
     assert redis.find(KEYS[:1]) == [richer]
@@ -95,32 +93,32 @@ def test_a_state_that_another_node_put_takes_the_place_of_a_chunk_without(
 
 @pytest.mark.parametrize(("there", "asked"), [(15, [16]), (16, [16, 4]), (20, [16, 4])])
 def test_a_long_chain_is_asked_for_in_two_steps_and_its_end_once(
-    core: Core, session: Session, redis: AskedRedis, there: int, asked: list[int]
+    core: Core, redis: AskedRedis, there: int, asked: list[int]
 ) -> None:
     versions = prompt(20)
     for version in versions[:there]:
         redis.others_put(version.info, version.frame)
     for _ in range(2):
-        assert look_up(core, session, versions).ready == there
+        assert core.look_up(versions).ready == there
         assert list(map(len, redis.asked)) == asked
     assert core.counters["spared_questions"] == (there < 20)
 
 
 def test_no_more_absent_chunks_are_remembered_than_the_limit_and_the_oldest_go(
-    core: Core, session: Session, redis: AskedRedis
+    core: Core, redis: AskedRedis
 ) -> None:
     keys = [key(number) for number in range(MAX_NEGATIVE_KEYS + 2)]
     for one in [*keys, keys[-1], keys[2], keys[1]]:
-        core.store.lookup(session, [one], core.later(), lease=False)
+        core.store.lookup(core.session, [one], core.later(), lease=False)
     assert redis.asked == [[one] for one in [*keys, keys[1]]]
 
 
 def test_what_this_node_puts_is_ready_at_once_and_a_deletion_asks_whatever_was_missed(
-    core: Core, session: Session, redis: AskedRedis
+    core: Core, redis: AskedRedis
 ) -> None:
-    assert look_up(core, session, VERSIONS).ready == 0
-    core.put(session, VERSIONS[:2])
-    assert look_up(core, session, VERSIONS).ready == 2
+    assert core.look_up(VERSIONS).ready == 0
+    core.put(VERSIONS[:2])
+    assert core.look_up(VERSIONS).ready == 2
     assert redis.asked == [KEYS, KEYS[2:]], "the chain is now missing at another chunk"
     for version in VERSIONS[2:]:
         redis.others_put(version.info, version.frame)
@@ -129,12 +127,12 @@ def test_what_this_node_puts_is_ready_at_once_and_a_deletion_asks_whatever_was_m
 
 
 def test_a_shared_tier_that_does_not_answer_makes_no_lookup_fail_and_is_asked_again(
-    core: Core, session: Session, redis: AskedRedis, clock: FakeClock
+    core: Core, redis: AskedRedis, clock: FakeClock
 ) -> None:
-    core.put(session, VERSIONS[:1])
+    core.put(VERSIONS[:1])
     redis.faults.fail = 1.0
     for _ in range(5):
-        match = look_up(core, session, VERSIONS)
+        match = core.look_up(VERSIONS)
         assert (match.ready, match.missing) == (1, 3)
     assert redis.faults.raised == 3, "then it is left alone"
     assert core.counters["unanswered_lookups"] == 3
@@ -142,16 +140,16 @@ def test_a_shared_tier_that_does_not_answer_makes_no_lookup_fail_and_is_asked_ag
     redis.faults.end()
     redis.others_put(VERSIONS[1].info, VERSIONS[1].frame)
     clock.advance(BREAKER_RETRY_S)
-    assert look_up(core, session, VERSIONS).ready == 2
+    assert core.look_up(VERSIONS).ready == 2
     for _ in range(3):
         core.slot("redis").breaker.fail("frozen")
-    assert look_up(core, session, VERSIONS).ready == 1, "what it alone holds is left out"
+    assert core.look_up(VERSIONS).ready == 1, "what it alone holds is left out"
 
 
 def test_a_chunk_that_goes_between_lookup_and_lease_leaves_no_lease_behind(
-    core: Core, session: Session, monkeypatch: pytest.MonkeyPatch
+    core: Core, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    core.put(session, VERSIONS[:1])
+    core.put(VERSIONS[:1])
     grant = core.catalog.grant
 
     def late(keys: list[ChunkKey], terms: LeaseTerms) -> object:
@@ -159,7 +157,7 @@ def test_a_chunk_that_goes_between_lookup_and_lease_leaves_no_lease_behind(
         return grant(keys, terms)
 
     monkeypatch.setattr(core.catalog, "grant", late)
-    match = look_up(core, session, VERSIONS[:1], lease=True)
+    match = core.look_up(VERSIONS[:1], lease=True)
     assert (match.ready, match.lease_id, match.missing) == (0, 0, 1)
     assert len(core.catalog.leases) == 0
 
@@ -189,7 +187,7 @@ def emptied(count: int) -> Iterator[tuple[Core, SimRedis, list[Version]]]:
     redis = SimRedis(TIER_BYTES, no_faults())
     with closing(Core([redis], clock=FakeClock(), slabs=48, admissions=ALL)) as core:
         versions = prompt(count)
-        core.put(core.open_session(), versions)
+        core.put(versions)
         core.settle()
         assert redis.stats().chunks == count
         for version in versions:
@@ -233,13 +231,13 @@ def test_a_shared_tier_that_is_full_is_left_alone_between_attempts_to_fill_it_ag
 def test_a_chunk_kept_out_by_a_spent_budget_is_not_counted_each_time_it_is_put_again() -> None:
     redis = SimRedis(TIER_BYTES, no_faults())
     with closing(Core([redis], clock=FakeClock(), slabs=48, admissions=ALL)) as core:
-        session, versions = core.open_session(), prompt(8)
+        versions = prompt(8)
         core.moves.placement.set_terms(WRITE_BACK, {"redis": 24})
-        core.put(session, versions)
+        core.put(versions)
         core.settle()
         assert (redis.stats().chunks, core.counters["over_budget_copies"]) == (1, 7)
         for _ in range(5):
-            core.put(session, versions)
+            core.put(versions)
             ticks(core, CHECK_S)
         assert (redis.stats().chunks, core.counters["over_budget_copies"]) == (1, 7)
 

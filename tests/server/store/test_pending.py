@@ -98,7 +98,7 @@ class Writers:
 
     def is_right(self, number: int = 0) -> bool:
         """Whether the chunk is stored, and its frame is what one writer would have put."""
-        frame = as_bytes(self.core.get(self.one, [self.key(number)])[0])
+        frame = as_bytes(self.core.read([self.key(number)], self.one)[0])
         header, right = parse_header(frame), frame_of(self.key(number), WIDE)
         facts = (header.prefill_flops, header.content, header.position)
         is_same = np.array_equal(frame[header.header_bytes :], right[header.header_bytes :])
@@ -340,7 +340,7 @@ def test_whoever_waits_for_a_writer_that_ends_is_answered_at_once(
     versions = prompt(2)
     keys = keys_of(versions)
     core.store.announce_puts(writer, keys, 60_000)
-    core.put(writer, versions[:1])
+    core.put(versions[:1], writer)
     waiting = Waiting(core, reader, keys)
     assert waits(core)
     started = time.monotonic()
@@ -395,9 +395,9 @@ def test_what_is_handed_over_stays_until_it_was_read_once_or_its_time_is_up() ->
         writer, reader = core.open_session("red"), core.open_session("red")
         versions = prompt(2)
         read, unread = keys_of(versions)
-        core.put(writer, versions, hints=Hints(handover_ms=60_000))
+        core.put(versions, writer, hints=Hints(handover_ms=60_000))
         assert core.catalog.eviction.claim("cpu", [read]) == []
-        core.get(reader, [read])
+        core.read([read], reader)
         assert core.catalog.eviction.claim("cpu", [read]) == [read]
         clock.advance(59)
         core.store.tick()

@@ -14,7 +14,6 @@ from simulation.core import TOKENS, Core, keys_of, prompt
 from simulation.tiers import SimDisk, no_faults
 
 from kvstore.proto.plans import EngineTerms, LoadPlan, PrefillModel
-from kvstore.server.security.sessions import Session
 from kvstore.server.store.plans import MAX_STRETCHES, plan_loads
 
 ENGINE = PrefillModel(0.01, 1e-4, 1e-8)
@@ -137,10 +136,10 @@ SLOW_ENGINE = PrefillModel(0.001, 1e-4)
 """A chunk of 60 tokens takes 6 ms."""
 
 
-def plan_of(core: Core, session: Session, chunks: int, tokens: int = 0) -> LoadPlan:
+def plan_of(core: Core, chunks: int, tokens: int = 0) -> LoadPlan:
     keys = keys_of(prompt(chunks))
     terms = EngineTerms(SLOW_ENGINE, tokens)
-    match = core.store.lookup(session, keys, core.later(), lease=False, engine=terms)
+    match = core.store.lookup(core.session, keys, core.later(), lease=False, engine=terms)
     assert match.plan is not None
     return match.plan
 
@@ -149,46 +148,43 @@ def shape(plan: LoadPlan) -> list[tuple[int, int, bool]]:
     return [(one.first, one.stop, one.load) for one in plan.ranges]
 
 
-def test_what_is_in_memory_is_loaded_and_what_is_nowhere_computed(
-    core: Core, session: Session
-) -> None:
-    nothing = plan_of(core, session, 0, 10)
+def test_what_is_in_memory_is_loaded_and_what_is_nowhere_computed(core: Core) -> None:
+    nothing = plan_of(core, 0, 10)
     assert shape(nothing) == []
     assert nothing.plan_ms == nothing.recompute_ms > 0
-    core.put(session, prompt(4))
-    plan = plan_of(core, session, 6, 6 * TOKENS + 7)
+    core.put(prompt(4))
+    plan = plan_of(core, 6, 6 * TOKENS + 7)
     assert shape(plan) == [(0, 4, True), (4, 6, False)]
     assert plan.recompute_ms == pytest.approx(1000 * SLOW_ENGINE.seconds(6 * TOKENS + 7, 0))
     left = SLOW_ENGINE.seconds(2 * TOKENS + 7, 4 * TOKENS)
     assert plan.plan_ms == pytest.approx(1000 * left, rel=0.01)
-    shorter = plan_of(core, session, 4, 1)  # than its chunks: it is as long as they are
+    shorter = plan_of(core, 4, 1)  # than its chunks: it is as long as they are
     assert shorter.recompute_ms == pytest.approx(1000 * SLOW_ENGINE.seconds(4 * TOKENS, 0))
 
 
 def test_a_disk_that_has_become_slow_is_left_alone_and_decoding_counts_as_it_was_measured(
-    core: Core, session: Session
+    core: Core,
 ) -> None:
-    core.put(session, prompt(6))
-    core.put(session, prompt(12, seed=9))
-    quick = plan_of(core, session, 6, 400)
+    core.put(prompt(6))
+    core.put(prompt(12, seed=9))
+    quick = plan_of(core, 6, 400)
     assert shape(quick) == [(0, 6, True)]
     core.slot("disk").note_decode(1000, 0.002)
-    slower = plan_of(core, session, 6, 400)
+    slower = plan_of(core, 6, 400)
     assert quick.plan_ms < slower.plan_ms <= slower.recompute_ms
     for _ in range(100):
         core.slot("disk").note_load(1000, 1.0)
-    slow = plan_of(core, session, 6, 400)
+    slow = plan_of(core, 6, 400)
     assert shape(slow) == [(0, 6, False)]
     assert slow.plan_ms == slow.recompute_ms
 
 
 def test_a_frame_that_is_decoded_tells_its_speed() -> None:
     with closing(Core([SimDisk(1 << 20, no_faults())], codec="lossless")) as core:
-        session = core.open_session()
-        core.put(session, prompt(4))
-        core.put(session, prompt(12, seed=9))
+        core.put(prompt(4))
+        core.put(prompt(12, seed=9))
         assert core.slot("disk").decode_s_per_byte == 0
-        core.get(session, keys_of(prompt(4)))
+        core.get(prompt(4))
         assert core.slot("disk").decode_s_per_byte > 0
 
 

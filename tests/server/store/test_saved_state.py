@@ -15,7 +15,6 @@ import pytest
 from conftest import ServerMaker
 from contracts.policy import info, key
 from golden.history_samples import GATES, OLDER, PATH, VARIANTS, models, packed, saved, sections
-from helpers.core_chunks import look_up
 from helpers.documents import (
     DOCUMENT,
     HEAD,
@@ -389,20 +388,18 @@ def test_time_to_live_and_priority_survive_with_the_chunk(
 ) -> None:
     versions = prompt(2)
     with closing(Core([disk], clock=clock)) as core:
-        session = core.open_session()
-        core.put(session, versions[:1], durable=True, hints=Hints(priority=9))
-        core.put(session, versions[1:], durable=True, hints=Hints(ttl_ms=60_000))
+        core.put(versions[:1], durable=True, hints=Hints(priority=9))
+        core.put(versions[1:], durable=True, hints=Hints(ttl_ms=60_000))
         assert saved_state_of(core, tmp_path).save()
     clock.advance(50)
     with closing(Core([disk], clock=clock)) as core:
         saved_state_of(core, tmp_path).load()
         assert core.store.recover() == 2
-        session = core.open_session()
 
         clock.advance(59)
-        assert look_up(core, session, versions).ready == 2
+        assert core.look_up(versions).ready == 2
         clock.advance(1)
-        assert look_up(core, session, versions).ready == 1, "its sixty seconds are over"
+        assert core.look_up(versions).ready == 1, "its sixty seconds are over"
 
 
 def named(number: int) -> Named:

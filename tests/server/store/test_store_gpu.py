@@ -9,7 +9,7 @@ from contextlib import closing
 
 import numpy as np
 import pytest
-from helpers.core_chunks import drop, look_up
+from helpers.core_chunks import drop
 from helpers.device_frames import frame_on_device
 from helpers.slow_device import SlowDevice
 from simulation.clock import FakeClock
@@ -56,15 +56,12 @@ def core(gpu: GpuTier, disk: SimDisk) -> Iterator[Core]:
         yield core
 
 
-def warm(core: Core, session: Session, versions: list[Version]) -> None:
+def warm(core: Core, versions: list[Version], session: Session | None = None) -> None:
     """Put chunks and read them often enough for a place in GPU memory."""
-    core.put(session, versions)
+    core.put(versions, session)
     for _ in range(2):
-        assert core.get(session, keys_of(versions)) == frames_of(versions)
+        assert core.get(versions, session) == frames_of(versions)
     core.settle()
-
-
-# --- up
 
 
 def get_on_device(core: Core, session: Session, versions: list[Version]) -> list[LayerPart]:
@@ -75,45 +72,37 @@ def get_on_device(core: Core, session: Session, versions: list[Version]) -> list
     return found
 
 
-# --- only there
-
-
-def test_damage_in_gpu_memory_is_found_and_the_chunk_is_a_miss(
-    core: Core, session: Session, gpu: GpuTier
-) -> None:
+def test_damage_in_gpu_memory_is_found_and_the_chunk_is_a_miss(core: Core, gpu: GpuTier) -> None:
     versions = prompt(2)
-    warm(core, session, versions)
+    warm(core, versions)
     drop(core, versions)
     frame_on_device(gpu, versions[1].info.key)[-1] ^= 1
-    assert core.get(session, keys_of(versions)) == frames_of(versions[:1])
+    assert core.get(versions) == frames_of(versions[:1])
     core.settle()
     assert core.counters["corrupt_chunks"] == 1
     assert core.tiers_of(versions[1]) == []
     assert gpu.stats().chunks == 1
 
 
-# --- down
-
-
 def test_a_victim_without_another_copy_goes_down_to_a_slab_of_its_tenant_in_cpu_memory(
     core: Core, gpu: GpuTier
 ) -> None:
-    session, red = core.open_session("blue"), core.open_session("red")
+    blue = core.open_session("blue")
     old, new = prompt(FRAMES, tenant="blue"), prompt(FRAMES, seed=5)
-    warm(core, session, old)
+    warm(core, old, blue)
     assert gpu.tenant_of(old[0].info.key) == "blue"
     drop(core, old)
-    warm(core, red, new)
+    warm(core, new)
     assert [core.tiers_of(version) for version in new] == [["gpu", "cpu"]] * FRAMES
     assert [core.tiers_of(version) for version in old] == [["cpu"]] * FRAMES
-    assert core.get(session, keys_of(old)) == frames_of(old)
+    assert core.get(old, blue) == frames_of(old)
     assert core.counters["dropped_victims"] == 0
     assert gpu.stats().chunks == FRAMES
     place = core.cpu.locate(old[0].info.key)
     assert place is not None
     os.close(core.cpu.slab_file(place.number, "blue"))  # refused unless it is blue's
     copied = core.counters["copied_chunks"]
-    warm(core, red, prompt(2, seed=6))
+    warm(core, prompt(2, seed=6))
     assert core.counters["copied_chunks"] == copied, "what CPU memory has, too, is dropped"
 
 
@@ -121,34 +110,32 @@ def test_a_victim_without_another_copy_goes_down_to_a_slab_of_its_tenant_in_cpu_
 
 
 def test_a_device_that_fails_is_left_alone_and_tried_again(
-    core: Core, session: Session, gpu: GpuTier, device: SlowDevice
+    core: Core, gpu: GpuTier, device: SlowDevice
 ) -> None:
     versions = prompt(5)
     device.fails = True
-    warm(core, session, versions[:FRAMES])
+    warm(core, versions[:FRAMES])
     assert "fails on purpose" in core.slot("gpu").reason
     assert core.counters["failed_copies"] == FRAMES
     assert gpu.stats().used_bytes == 0
-    assert core.get(session, keys_of(versions[:1])) == frames_of(versions[:1])
+    assert core.get(versions[:1]) == frames_of(versions[:1])
     device.fails = False
     assert isinstance(core.clock, FakeClock)
     core.clock.advance(BREAKER_RETRY_S)
-    warm(core, session, versions[4:])
+    warm(core, versions[4:])
     assert core.tiers_of(versions[4]) == ["gpu", "cpu"]
     device.fails = True
-    match = look_up(core, session, versions[4:])
+    match = core.look_up(versions[4:])
     assert match.tiers == ("cpu",), "CPU memory serves what both have"
-    assert core.get(session, keys_of(versions[4:])) == frames_of(versions[4:])
+    assert core.get(versions[4:]) == frames_of(versions[4:])
     drop(core, versions[4:])
-    assert core.get(session, keys_of(versions[4:])) == []
+    assert core.get(versions[4:]) == []
     assert core.catalog.leases.pins.total() == 0
 
 
-def test_a_drain_saves_what_only_gpu_memory_holds(
-    core: Core, session: Session, disk: SimDisk
-) -> None:
+def test_a_drain_saves_what_only_gpu_memory_holds(core: Core, disk: SimDisk) -> None:
     both, alone = prompt(2), prompt(1, seed=5)
-    warm(core, session, [*both, *alone])
+    warm(core, [*both, *alone])
     drop(core, alone)
     assert core.store.drain(core.later())
     assert {info.key for info in disk.scan()} == set(keys_of([*both, *alone]))
@@ -172,9 +159,9 @@ def run_schedule(draw: random.Random) -> None:
             session, some = sessions[tenant], versions[: draw.randrange(1, 5)]
             step = draw.choice(("put", "get", "get", "get", "device", "move", "delete"))
             if step == "put":
-                core.put(session, some)
+                core.put(some, session)
             elif step == "get":
-                got = core.get(session, keys_of(some))
+                got = core.get(some, session)
                 assert got == frames_of(some)[: len(got)]
             elif step == "device":
                 check_in_place(core, gpu, session, some)

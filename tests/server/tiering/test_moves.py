@@ -50,25 +50,23 @@ def write_on(disk: SimDisk | SimRedis, info: ChunkInfo, frame: Bytes) -> None:
 
 def test_a_copy_is_transcoded_to_the_codec_of_its_slot(disk: SimDisk) -> None:
     with closing(Core([disk], codec="lossless")) as core:
-        session = core.open_session()
         versions = prompt(3, tokens=120)
-        core.put(session, versions)
+        core.put(versions)
         for version in versions:
             assert core.copy_down(version) is True
             stored = core.catalog.copies(version.info.key)["disk"]
             assert stored.codec_id == codec_by_name("lossless").codec_id
             assert stored.size_bytes < version.info.size_bytes
             drop_from_cpu(core, version)
-        assert core.get(session, keys_of(versions)) == frames_of(versions)
+        assert core.get(versions) == frames_of(versions)
 
 
 @pytest.mark.parametrize("verb", ["reserve", "write", "seal"])
 def test_a_write_that_fails_leaves_no_room_taken(
     core: Core, disk: SimDisk, verb: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = core.open_session()
     (version,) = prompt(1)
-    core.put(session, [version])
+    core.put([version])
     usual = getattr(disk, verb)
 
     def fail(*args: object) -> object:
@@ -93,9 +91,8 @@ def test_a_write_that_fails_leaves_no_room_taken(
 def test_a_chunk_that_goes_bad_in_memory_is_not_copied_but_dropped(
     core: Core, disk: SimDisk
 ) -> None:
-    session = core.open_session()
     (version,) = prompt(1)
-    core.put(session, [version])
+    core.put([version])
     frame = core.cpu.peek(version.info.key)
     assert frame is not None
     frame.flags.writeable = True
@@ -103,17 +100,16 @@ def test_a_chunk_that_goes_bad_in_memory_is_not_copied_but_dropped(
     assert core.copy_down(version) is False
     assert core.tiers_of(version) == []
     assert core.counters["corrupt_chunks"] == 1
-    assert core.put(session, [version])[0].reason == ""
+    assert core.put([version])[0].reason == ""
     assert core.copy_down(version) is True
-    assert core.get(session, keys_of([version])) == frames_of([version])
+    assert core.get([version]) == frames_of([version])
 
 
 def test_what_a_medium_does_not_delete_is_deleted_before_the_next_copy(
     core: Core, disk: SimDisk
 ) -> None:
-    session = core.open_session()
     old, fresh = prompt(2)
-    core.put(session, [old])
+    core.put([old])
     core.copy_down(old)
     disk.faults.fail = 1.0
     core.store.delete(keys_of([old]), core.later())
@@ -121,20 +117,19 @@ def test_what_a_medium_does_not_delete_is_deleted_before_the_next_copy(
     assert core.tiers_of(old) == []
     assert core.catalog.orphans["disk"] == {old.info.key}
     assert disk.stats().chunks == 1
-    core.put(session, [fresh])
+    core.put([fresh])
     core.copy_down(fresh)
     assert core.catalog.orphans["disk"] == set()
     assert [info.key for info in disk.scan()] == [fresh.info.key]
 
 
 def test_a_delete_that_comes_late_spares_what_was_put_since(core: Core, disk: SimDisk) -> None:
-    session = core.open_session()
     (version,) = prompt(1)
-    core.put(session, [version])
+    core.put([version])
     core.copy_down(version)
     core.store.delete(keys_of([version]), core.clock())
     assert core.work_queue.depth()["store-disk"] == 1, "its time was up before the disk was asked"
-    results = core.put(session, [version], durable=True)
+    results = core.put([version], durable=True)
     assert [result.reason for result in results] == [""]
     core.settle()
     assert core.tiers_of(version) == ["cpu", "disk"]
@@ -150,7 +145,7 @@ def test_the_deletion_of_a_damaged_copy_spares_the_one_that_replaces_it(
     with pytest.raises(ChunkCorruptError):
         load(core, version)
     assert core.work_queue.depth()["store-disk"] == 1, "the damaged copy is yet to be deleted"
-    results = core.put(core.open_session(), [version], durable=True)
+    results = core.put([version], durable=True)
     assert [result.reason for result in results] == [""]
     core.settle()
     assert core.tiers_of(version) == ["cpu", "disk"]
@@ -161,9 +156,8 @@ def test_the_deletion_of_a_damaged_copy_spares_the_one_that_replaces_it(
 def test_a_disk_that_keeps_what_it_should_delete_gets_no_copy_of_it(
     core: Core, disk: SimDisk, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    session = core.open_session()
     (version,) = prompt(1)
-    core.put(session, [version])
+    core.put([version])
     write_on(disk, version.info, version.frame)
     with pytest.raises(TierUnavailableError, match="does not let go"):
         core.copy_down(version)
@@ -173,14 +167,13 @@ def test_a_disk_that_keeps_what_it_should_delete_gets_no_copy_of_it(
 
 def test_what_another_node_sealed_first_is_taken_for_our_copy(redis: SimRedis) -> None:
     with closing(Core([redis])) as core:
-        session = core.open_session()
         (version,) = prompt(1)
-        core.put(session, [version])
+        core.put([version])
         redis.others_put(version.packed_info, version.packed)
         assert core.copy_down(version, "redis") is True
         assert core.catalog.copies(version.info.key)["redis"] == version.packed_info
         drop_from_cpu(core, version)
-        assert core.get(session, keys_of([version])) == frames_of([version])
+        assert core.get([version]) == frames_of([version])
 
 
 def unreadable(codec_id: int, asset: bytes = NO_ASSET) -> tuple[ChunkInfo, Bytes]:
@@ -195,7 +188,7 @@ def unreadable(codec_id: int, asset: bytes = NO_ASSET) -> tuple[ChunkInfo, Bytes
 
 def on_disk_only(core: Core) -> Version:
     (version,) = prompt(1)
-    core.put(core.open_session(), [version])
+    core.put([version])
     core.copy_down(version)
     drop_from_cpu(core, version)
     return version
@@ -267,15 +260,14 @@ def test_a_stored_frame_of_a_removed_codec_is_a_miss_that_says_so(
 def test_a_shared_copy_that_others_replaced_is_no_error(redis: SimRedis, first: str) -> None:
     """Its size is another now, so what the catalog knows of it is of no use."""
     with closing(Core([redis], clock=FakeClock())) as core:
-        session = core.open_session()
         (version,) = prompt(1)
         variants = [(version.info, version.frame), (version.packed_info, version.packed)]
         if first == "lossless":
             variants.reverse()
         redis.others_put(*variants[0])
-        assert core.store.lookup(session, keys_of([version]), core.later(), lease=False).ready
+        assert core.look_up([version], lease=False).ready
         redis.others_put(*variants[1])
-        assert core.get(session, keys_of([version])) == []
+        assert core.get([version]) == []
         core.settle()
         assert core.tiers_of(version) == []
 
@@ -286,16 +278,15 @@ def test_a_frame_too_large_for_cpu_memory_is_still_delivered(disk: SimDisk) -> N
     with closing(Core([disk])) as core:
         assert version.packed_info.size_bytes < core.cpu.max_frame_bytes < len(version.frame)
         assert core.store.recover() == 1
-        (frame,) = core.get(core.open_session(), keys_of([version]))
+        (frame,) = core.get([version])
         assert parse_header(np.frombuffer(frame, np.uint8)).key == version.info.key
         assert frame == version.packed.tobytes()
 
 
 def test_a_load_into_memory_full_of_leases_is_refused_by_the_tier(core: Core) -> None:
     version = on_disk_only(core)
-    session = core.open_session()
-    core.put(session, prompt(12, seed=1))
-    core.store.open_get(session, keys_of(prompt(12, seed=1)), 0)
+    core.put(prompt(12, seed=1))
+    core.store.open_get(core.session, keys_of(prompt(12, seed=1)), 0)
     with pytest.raises(TierFullError):
         load(core, version)
     assert core.catalog.leases.pins.total() == 12
@@ -304,29 +295,16 @@ def test_a_load_into_memory_full_of_leases_is_refused_by_the_tier(core: Core) ->
 def test_an_evicted_chunk_goes_to_the_next_lower_tier_and_comes_back_the_same(
     core: Core, disk: SimDisk
 ) -> None:
-    session = core.open_session()
     versions = prompt(30)
-    core.put(session, versions)
+    core.put(versions)
     evicted = [version for version in versions if core.tiers_of(version) == ["disk"]]
     assert len(evicted) == disk.stats().chunks == 30 - core.cpu.stats().chunks
-    assert core.get(session, keys_of(versions)) == frames_of(versions)
+    assert core.get(versions) == frames_of(versions)
     with closing(Core()) as alone:  # without a lower tier they are dropped, and counted
-        alone.put(alone.open_session(), versions)
+        alone.put(versions)
         kept = alone.cpu.stats().chunks
         assert alone.counters["dropped_victims"] == alone.counters["evicted_chunks"] == 30 - kept
         assert len(alone.catalog) == kept
-
-
-def test_a_victim_that_lies_lower_already_is_not_copied_again(core: Core, disk: SimDisk) -> None:
-    session = core.open_session()
-    versions = prompt(12)
-    core.put(session, versions)
-    for version in versions:
-        core.copy_down(version)
-    core.put(session, prompt(4, seed=1))
-    assert core.counters["evicted_chunks"] == 4
-    assert core.counters["copied_chunks"] == 12
-    assert disk.stats().chunks == 12
 
 
 def test_scattered_room_is_won_by_emptying_one_slab() -> None:
@@ -334,23 +312,21 @@ def test_scattered_room_is_won_by_emptying_one_slab() -> None:
     a slab only when nearly all are gone.
     """
     with closing(Core(slabs=8, clock=FakeClock())) as core:
-        session = core.open_session()
         small = [prompt(1, seed=seed, tokens=40)[0] for seed in range(32)]
-        core.put(session, small)
+        core.put(small)
         assert core.cpu.stats().chunks == 32
         for at in range(4):
             for version in small[at::4]:
-                core.store.lookup(session, [version.info.key], core.later(), lease=False)
+                core.store.lookup(core.session, [version.info.key], core.later(), lease=False)
         (large,) = prompt(1, seed=99, tokens=200)
-        assert core.put(session, [large])[0].reason == ""
+        assert core.put([large])[0].reason == ""
         assert core.counters["evicted_chunks"] <= 20
-        assert core.get(session, keys_of([large])) == frames_of([large])
+        assert core.get([large]) == frames_of([large])
 
 
 def test_a_frame_larger_than_the_tier_is_refused_before_anything_is_evicted(core: Core) -> None:
-    session = core.open_session()
     (version,) = prompt(1)
-    core.put(session, [version])
+    core.put([version])
     info = replace(version.info, size_bytes=core.cpu.max_frame_bytes + 1)
     request = SpaceRequest(info, DEFAULT_TENANT, core.later())
     with pytest.raises(InvalidRequestError, match=r"frame_bytes=\d+: tier 'cpu' takes"):
@@ -360,15 +336,14 @@ def test_a_frame_larger_than_the_tier_is_refused_before_anything_is_evicted(core
 
 def test_a_demotion_that_takes_too_long_refuses_the_put_and_loses_nothing(gated: GatedDisk) -> None:
     with closing(Core([gated], workers=1)) as core:
-        session = core.open_session()
         versions = prompt(12)
-        core.put(session, versions)
+        core.put(versions)
         gated.shut()
         (late,) = prompt(1, seed=1)
-        begun = core.store.writes.begin_all(session, [late.info], core.later(0.01))[0]
+        begun = core.store.writes.begin_all(core.session, [late.info], core.later(0.01))[0]
         assert isinstance(begun, PutResult)
         assert begun.outcome is PutOutcome.refused
         assert core.cpu.stats().chunks == 12
         gated.gate.set()
-        assert core.get(session, keys_of(versions)) == frames_of(versions)
-        assert core.put(session, [late])[0].outcome is PutOutcome.stored
+        assert core.get(versions) == frames_of(versions)
+        assert core.put([late])[0].outcome is PutOutcome.stored

@@ -20,7 +20,6 @@ from simulation.clock import FakeClock
 from simulation.core import Core, frames_of, keys_of, prompt, settings
 from simulation.tiers import SimDisk, SimRedis, no_faults
 from simulation.universe import Version
-from structlog.testing import capture_logs
 
 from kvstore.client import ClientOptions
 from kvstore.proto.errors import InvalidRequestError
@@ -29,7 +28,6 @@ from kvstore.proto.types import ChunkKey, PutOutcome
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.reuse_statistics import ReuseForecast
 from kvstore.server.index.hints import ChunkMetadata
-from kvstore.server.security.sessions import Session
 from kvstore.server.settings.settings import Settings
 from kvstore.server.store.reads import ReadTerms
 from kvstore.server.tiering.admission import (
@@ -54,19 +52,7 @@ from kvstore.server.tiering.admission import (
 from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.base import Tier
 
-STORED, LEAVING = Trigger.stored, Trigger.leaving
-
-
-def test_each_rule_admits_at_its_moments() -> None:
-    for name, once, twice in [
-        ("through", {STORED, LEAVING}, {STORED, LEAVING}),
-        ("evict", {LEAVING}, {LEAVING}),
-        ("selective", set(), set(Trigger)),
-        ("auto", {LEAVING}, {LEAVING}),
-    ]:
-        for hits, moments in ((1, once), (2, twice)):
-            offers = [CopyRequest(moment, 100, hits) for moment in Trigger]
-            assert {one.moment for one in offers if ADMISSIONS[name].admits(one, 0.0)} == moments
+LEAVING = Trigger.leaving
 
 
 def test_any_rule_is_overruled_by_what_a_load_costs_and_by_what_is_needed() -> None:
@@ -223,14 +209,14 @@ def core(request: pytest.FixtureRequest) -> Iterator[Core]:
         yield core
 
 
-def look(core: Core, session: Session, versions: list[Version]) -> int:
-    match = core.store.lookup(session, keys_of(versions), core.later(), lease=False)
+def look(core: Core, versions: list[Version]) -> int:
+    match = core.look_up(versions, lease=False)
     return match.ready
 
 
-def ask(core: Core, session: Session, versions: list[Version]) -> None:
+def ask(core: Core, versions: list[Version]) -> None:
     """Look a prompt up and put what is missing of it."""
-    core.put(session, versions[look(core, session, versions) :])
+    core.put(versions[look(core, versions) :])
     core.settle()
 
 
@@ -242,46 +228,42 @@ def test_each_rule_writes_at_its_moment() -> None:
         ("auto", 0, 0, 3),
     ]:
         with closing(make_core(rule)) as core:
-            session = core.open_session()
             versions = prompt(3)
-            ask(core, session, versions)
+            ask(core, versions)
             assert on_disk(core, versions) == stored
-            ask(core, session, versions)
+            ask(core, versions)
             assert on_disk(core, versions) == asked
-            core.put(session, prompt(12, seed=9))
+            core.put(prompt(12, seed=9))
             assert on_disk(core, versions) == evicted
 
 
 def test_a_clean_victim_is_not_written_again() -> None:
     with closing(make_core("evict")) as core:
-        session = core.open_session()
         versions = prompt(3)
-        ask(core, session, versions)
-        ask(core, session, prompt(12, seed=8))
-        core.get(session, keys_of(versions))
+        ask(core, versions)
+        ask(core, prompt(12, seed=8))
+        core.get(versions)
         copied = core.counters["copied_chunks"]
         assert copied == 3 + 3, "the chunks, and what went for them to come up again"
-        ask(core, session, prompt(12, seed=9))
+        ask(core, prompt(12, seed=9))
         assert core.counters["copied_chunks"] == copied + 12 - 3
         assert [core.tiers_of(version) for version in versions] == [["disk"]] * 3
 
 
 def test_nothing_is_written_where_a_load_takes_as_long_as_computing(core: Core) -> None:
-    session = core.open_session()
     fast = EngineTerms(FAST_ENGINE)
-    core.store.lookup(session, keys_of(prompt(1)), core.later(), lease=False, engine=fast)
+    core.look_up(prompt(1), lease=False, engine=fast)
     for seed in range(4):
-        ask(core, session, prompt(6, seed=seed))
-        ask(core, session, prompt(6, seed=seed))
+        ask(core, prompt(6, seed=seed))
+        ask(core, prompt(6, seed=seed))
     assert core.slot("disk").tier.stats().chunks == 0
 
 
 def test_no_chunk_is_left_without_what_it_continues(core: Core) -> None:
-    session = core.open_session()
     trunk = prompt(9)
     for turn in range(24):
-        ask(core, session, trunk[: 1 + turn * 5 % 9])
-        ask(core, session, prompt(4, seed=30 + turn % 3))
+        ask(core, trunk[: 1 + turn * 5 % 9])
+        ask(core, prompt(4, seed=30 + turn % 3))
         here = set(keys_of([v for v in trunk if core.tiers_of(v)]))
         for parent, child in zip(keys_of(trunk), keys_of(trunk)[1:], strict=False):
             assert child not in here or parent in here
@@ -289,21 +271,20 @@ def test_no_chunk_is_left_without_what_it_continues(core: Core) -> None:
 
 def test_an_exclusive_tier_gives_a_chunk_up_once_nobody_reads_it() -> None:
     with closing(make_core("evict", exclusive=("disk",))) as core:
-        session = core.open_session()
         versions = prompt(3)
-        ask(core, session, versions)
-        ask(core, session, prompt(12, seed=9))
-        match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
-        results = core.store.reads.get(keys_of(versions), ReadTerms(session, core.later()))
+        ask(core, versions)
+        ask(core, prompt(12, seed=9))
+        match = core.look_up(versions, lease=True)
+        results = core.store.reads.get(keys_of(versions), ReadTerms(core.session, core.later()))
         assert [a.data.tobytes() for a in results] == frames_of(versions)
         core.store.tick()
         assert on_disk(core, versions) == 3, "it may be read where it is"
-        core.store.release(session, match.lease_id)
+        core.store.release(core.session, match.lease_id)
         core.store.tick()
         core.settle()
         assert [core.tiers_of(version) for version in versions] == [["cpu"]] * 3
         assert core.counters["left_copies"] == 3
-        ask(core, session, prompt(12, seed=8))
+        ask(core, prompt(12, seed=8))
         assert on_disk(core, versions) == 3
 
 
@@ -311,7 +292,7 @@ def test_an_exclusive_tier_takes_no_durable_puts() -> None:
     with closing(make_core("evict", exclusive=("disk",))) as core:
         assert core.store.durable is None
         with pytest.raises(InvalidRequestError, match="durable"):
-            core.put(core.open_session(), prompt(1), durable=True)
+            core.put(prompt(1), durable=True)
 
 
 @pytest.mark.parametrize("rule", ["auto", "evict"])
@@ -323,28 +304,28 @@ def test_victims_go_to_the_nearest_tier_or_if_weighed_where_they_would_load_from
     with closing(make_core(rule, *tiers)) as core:
         if is_slow:
             core.slot("disk").bytes_per_s = 1e6
-        session, versions = core.open_session(), prompt(6)
-        core.put(session, versions)
+        versions = prompt(6)
+        core.put(versions)
         for _ in range(3):
-            look(core, session, versions)
-        core.put(session, prompt(12, seed=9))
+            look(core, versions)
+        core.put(prompt(12, seed=9))
         has_victims = [tier.stats().chunks > 0 for tier in tiers]
         assert has_victims == ([False, True] if is_slow and rule == "auto" else [True, False])
 
 
 def test_memory_takes_everything_until_it_gave_up_something_worth_more() -> None:
     core = make_core("auto")
-    session, placement = core.open_session(), core.moves.placement
+    placement = core.moves.placement
     disk, cpu = core.slot("disk"), core.slot("cpu")
     loved, once = prompt(2, seed=1), prompt(2, seed=2)
     for _ in range(40):  # asked for again and again: a kind with a high chance
-        core.store.lookup(session, keys_of(loved), core.later(), lease=False)
-        core.put(session, loved)
+        core.look_up(loved, lease=False)
+        core.put(loved)
         core.clock.advance(5.0)  # type: ignore[attr-defined]
     for seed in range(40):  # and one that never comes again
-        core.put(session, prompt(2, seed=100 + seed))
+        core.put(prompt(2, seed=100 + seed))
         core.clock.advance(5.0)  # type: ignore[attr-defined]
-    core.put(session, once)
+    core.put(once)
     lovely, single = keys_of(loved)[0], keys_of(once)[0]
     price = placement._prices["cpu"]
     assert price.per_byte is not None, "memory gave up what came before"
@@ -367,9 +348,8 @@ def budget(frames_an_hour: int) -> Settings:
 def test_beyond_it_only_what_is_likely_to_be_asked_for_again_leaves_memory_for_disk() -> None:
     clock = FakeClock()
     core = make_core("evict", clock=clock, config=budget(1))
-    session = core.open_session()
     for seed in range(20):  # teach it that prompts like these do not come again
-        core.put(session, prompt(6, seed=seed))
+        core.put(prompt(6, seed=seed))
         clock.advance(1.0)
     core.settle()
     assert core.counters["copied_chunks"] < 12
@@ -451,25 +431,3 @@ def test_of_many_threads_one_gets_the_attempt(breaker: Breaker, clock: FakeClock
 
     with ThreadPoolExecutor(8) as pool:
         assert sorted(pool.map(ask, range(8))) == [False] * 7 + [True]
-
-
-def test_the_log_has_one_line_for_each_opening_and_each_closing(
-    breaker: Breaker, clock: FakeClock
-) -> None:
-    with capture_logs() as logs:
-        breaker.succeed()
-        breaker.fail("one")
-        breaker.succeed()
-        assert logs == []
-        for _ in range(2):
-            open_it(breaker)
-            clock.advance(0.6)
-            breaker.fail("still down")
-            breaker.succeed()
-            breaker.succeed()
-    assert [(log["event"].partition(":")[0], log["log_level"]) for log in logs] == [
-        ("circuit breaker opened", "warning"),
-        ("circuit breaker closed", "warning"),
-    ] * 2
-    assert {log["medium"] for log in logs} == {"tier redis"}
-    assert logs[0]["reason"] == "failure 2"

@@ -20,7 +20,6 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import DeadlineError, TierFullError
 from kvstore.proto.frame_verifier import FrameVerifier
 from kvstore.proto.types import ChunkKey, Match
-from kvstore.server.security.sessions import Session
 from kvstore.server.store.reads import ReadTerms
 from kvstore.server.tiering.work_queue import Expect, Ticket, WorkQueue
 
@@ -372,11 +371,11 @@ def core(tier: SimDisk) -> Iterator[Core]:
     core.close()
 
 
-def put_below(core: Core, session: Session, count: int) -> list[Version]:
+def put_below(core: Core, count: int) -> list[Version]:
     """Put a prompt and have it evicted from memory by another."""
     versions = prompt(count)
-    core.put(session, versions)
-    core.put(session, prompt(12, seed=9))
+    core.put(versions)
+    core.put(prompt(12, seed=9))
     assert eventually(core.work_queue.is_idle)
     assert not any("cpu" in core.tiers_of(version) for version in versions)
     return versions
@@ -393,38 +392,35 @@ def assert_nothing_left(core: Core, tier: SlowDisk) -> None:
 
 @pytest.mark.parametrize("tier", [SlowDisk, SlowRedis], indirect=True)
 def test_a_load_ends_when_its_get_is_late(core: Core, tier: SlowDisk) -> None:
-    session = core.open_session()
-    versions = put_below(core, session, 4)
+    versions = put_below(core, 4)
     started = time.monotonic()
-    assert core.get(session, keys_of(versions), 0.2) == []
+    assert core.get(versions, seconds=0.2) == []
     assert time.monotonic() - started < 15.0
     assert core.counters["given_up_loads"] == 4, "one that runs and three that wait"
     assert_nothing_left(core, tier)
     assert not any("cpu" in core.tiers_of(version) for version in versions)
     assert tier.gate.parts == 1, "it ends before the next part"
-    assert core.get(session, keys_of(versions)) == frames_of(versions)
+    assert core.get(versions) == frames_of(versions)
 
 
 def test_a_load_that_is_past_its_half_is_finished(core: Core, tier: SlowDisk) -> None:
-    session = core.open_session()
-    versions = put_below(core, session, 1)
+    versions = put_below(core, 1)
     tier.gate.hold_after = PARTS // 2
-    assert core.get(session, keys_of(versions), 0.2) == []
+    assert core.get(versions, seconds=0.2) == []
     tier.gate.opened.set()
     assert eventually(lambda: "cpu" in core.tiers_of(versions[0]))
     assert_nothing_left(core, tier)
 
 
 def test_a_reader_that_goes_away_takes_its_loads_along(core: Core, tier: SlowDisk) -> None:
-    session = core.open_session()
-    versions = put_below(core, session, 4)
+    versions = put_below(core, 4)
     tier.gate.hold_after = PARTS  # the first comes, the second stops at its first part
-    lease_id, known = core.store.open_get(session, keys_of(versions), 0)
-    results = core.store.reads.get(keys_of(versions)[:known], ReadTerms(session, core.later()))
+    lease_id, known = core.store.open_get(core.session, keys_of(versions), 0)
+    results = core.store.reads.get(keys_of(versions)[:known], ReadTerms(core.session, core.later()))
     assert next(results).data.tobytes() == versions[0].frame.tobytes()
     assert tier.gate.begun.wait(20.0)
     results.close()  # type: ignore[attr-defined]
-    assert core.store.release(session, lease_id)
+    assert core.store.release(core.session, lease_id)
     assert_nothing_left(core, tier)
     assert core.counters["given_up_loads"] == 3
     assert [len(core.tiers_of(version)) for version in versions] == [2, 1, 1, 1]
@@ -432,15 +428,14 @@ def test_a_reader_that_goes_away_takes_its_loads_along(core: Core, tier: SlowDis
 
 @pytest.mark.parametrize("ends", ["released", "expired", "session"])
 def test_a_prefetch_ends_with_its_lease(core: Core, tier: SlowDisk, ends: str) -> None:
-    session = core.open_session()
-    versions = put_below(core, session, 4)
-    match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
+    versions = put_below(core, 4)
+    match = core.look_up(versions, lease=True)
     assert core.counters["prefetched_chunks"] == 4
     assert tier.gate.begun.wait(20.0)
     if ends == "released":
-        core.store.release(session, match.lease_id)
+        core.store.release(core.session, match.lease_id)
     elif ends == "session":
-        core.sessions.close(session.session_id)
+        core.sessions.close(core.session.session_id)
     else:
         core.catalog.leases.drop(lambda lease: True)
     core.store.tick()
@@ -455,16 +450,15 @@ def _claims(core: Core, version: Version) -> int | None:
 
 
 def test_a_prefetch_that_a_get_waits_for_goes_on(core: Core, tier: SlowDisk) -> None:
-    session = core.open_session()
-    versions = put_below(core, session, 2)
-    match = core.store.lookup(session, keys_of(versions), core.later(), lease=True)
+    versions = put_below(core, 2)
+    match = core.look_up(versions, lease=True)
     frames: list[list[bytes]] = []
-    getter = threading.Thread(target=lambda: frames.append(core.get(session, keys_of(versions))))
+    getter = threading.Thread(target=lambda: frames.append(core.get(versions)))
     getter.start()
     assert tier.gate.begun.wait(20.0)
     assert eventually(lambda: len(core.catalog.leases) == 2)
     assert eventually(lambda: (_claims(core, versions[0]) or 0) >= 2)
-    core.store.release(session, match.lease_id)
+    core.store.release(core.session, match.lease_id)
     tier.gate.opened.set()
     getter.join()
     assert frames == [frames_of(versions)]
@@ -478,43 +472,43 @@ def prefetching(prefetch_bytes: int = 1 << 20, queue_limit: int = 1000) -> Core:
     return Core([disk], config=config, queue_limit=queue_limit, clock=FakeClock())
 
 
-def look(core: Core, session: Session, versions: list[Version], *, lease: bool = True) -> Match:
-    return core.store.lookup(session, keys_of(versions), core.later(), lease=lease)
+def look(core: Core, versions: list[Version], *, lease: bool = True) -> Match:
+    return core.look_up(versions, lease=lease)
 
 
-def put_on_disk(core: Core, count: int) -> tuple[Session, list[Version]]:
-    session, versions = core.open_session(), prompt(count)
-    core.put(session, versions)
-    core.put(session, prompt(12, seed=9))
-    return session, versions
+def put_on_disk(core: Core, count: int) -> list[Version]:
+    versions = prompt(count)
+    core.put(versions)
+    core.put(prompt(12, seed=9))
+    return versions
 
 
 def test_a_chain_that_was_leased_comes_up_before_its_get() -> None:
     with closing(prefetching()) as core:
-        session, versions = put_on_disk(core, 4)
-        look(core, session, versions, lease=False)
-        look(core, session, prompt(4, seed=9))
+        versions = put_on_disk(core, 4)
+        look(core, versions, lease=False)
+        look(core, prompt(4, seed=9))
         assert core.counters["prefetched_chunks"] == 0, "none was leased that is not in memory"
-        look(core, session, versions)
+        look(core, versions)
         core.settle()
         assert all("cpu" in core.tiers_of(version) for version in versions)
         for _ in range(2):
-            assert core.get(session, keys_of(versions)) == frames_of(versions)
+            assert core.get(versions) == frames_of(versions)
             assert core.counters["prefetched_chunks"] == core.counters["prefetch_used_chunks"] == 4
 
 
 def test_no_more_than_the_budget_is_under_way_and_half_the_queue_belongs_to_gets() -> None:
     with closing(prefetching(3 * prompt(1)[0].info.size_bytes)) as core:
-        session, versions = put_on_disk(core, 6)
+        versions = put_on_disk(core, 6)
         for expected in (3, 3):
-            look(core, session, versions)
+            look(core, versions)
             assert core.counters["prefetched_chunks"] == expected
         core.settle()
-        look(core, session, versions)
+        look(core, versions)
         assert core.counters["prefetched_chunks"] == 6
     for terms, count in (((1 << 20, 4), 3), ((0,), 0)):
         with closing(prefetching(*terms)) as core:
-            look(core, *put_on_disk(core, 6))
+            look(core, put_on_disk(core, 6))
             assert core.counters["prefetched_chunks"] == count
 
 
@@ -522,14 +516,13 @@ def test_loads_that_nobody_reads_become_rare(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr("kvstore.server.tiering.prefetch.REMEMBERED", 8)
     begun = []
     with closing(prefetching()) as core:
-        session = core.open_session()
         for seed in range(20, 70):
-            core.put(session, prompt(6, seed=seed))
+            core.put(prompt(6, seed=seed))
         for seed in range(20, 66):
             before = core.counters["prefetched_chunks"]
-            match = look(core, session, prompt(6, seed=seed))
+            match = look(core, prompt(6, seed=seed))
             core.settle()
-            core.store.release(session, match.lease_id)
+            core.store.release(core.session, match.lease_id)
             begun.append(core.counters["prefetched_chunks"] - before)
     assert begun[:5] == [6] * 5
     assert 0 < sum(map(bool, begun[-32:])) <= 2
