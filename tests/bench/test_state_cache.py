@@ -1,33 +1,15 @@
-"""Caches of recurrent states: the tree, whom each rank gives up, what is remembered; a replay."""
+"""Caches of recurrent states: the tree, who goes first, what is remembered; a replay."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
 
 import numpy as np
-import pytest
-from bench.policy.hybrid import HYBRID_POLICIES, StateRequest, make_states, play
+from bench.policy.state_cache import STATE_CLASSES, GhostLimits, Ghosts, StateCache, state_class
+from bench.policy.state_tree import HYBRID_7B, CheckpointTree, HybridModel, Node, Tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
-
-from kvstore.proto.errors import InvalidRequestError
-from kvstore.server.eviction.states.cache import (
-    NO_GHOSTS,
-    GhostLimits,
-    Ghosts,
-    MakeRank,
-    StateCache,
-)
-from kvstore.server.eviction.states.ranks import (
-    STATE_CLASSES,
-    HitDensityRank,
-    LeafLruRank,
-    LruRank,
-    MarconiRank,
-    state_class,
-)
-from kvstore.server.eviction.states.tree import HYBRID_7B, CheckpointTree, HybridModel, Node, Tokens
 
 
 def nodes(tree: CheckpointTree) -> Iterator[Node]:
@@ -58,7 +40,7 @@ def recounted_bytes(tree: CheckpointTree) -> int:
     return model.state_bytes * states + model.kv_bytes_per_token * tokens
 
 
-SMALL = HybridModel("small", 1, 1, 1, 8, 4)
+SMALL = HybridModel(1, 1, 8, 4)
 STATE, KV = SMALL.state_bytes, SMALL.kv_bytes_per_token
 Prefix = tuple[int, ...]
 
@@ -139,33 +121,25 @@ class TreeMachine(RuleBasedStateMachine):
         everything = {p for one in self.known for p in prefixes(one)}
         assert self.tree.size_bytes == len(self.held) * STATE + len(kept) * KV
         assert (self.tree.kept_tokens, self.tree.tokens) == (len(kept), len(everything))
-        assert (self.tree.nodes, self.tree.resident) == (len(self.known), len(self.held))
+        assert (self.tree.nodes, len(self.tree.held)) == (len(self.known), len(self.held))
         assert recounted_bytes(self.tree) == self.tree.size_bytes
 
     @invariant()
     def nodes_say_what_each_state_is_worth(self) -> None:
-        assert {node.depth for node in self.tree.held()} == set(map(len, self.held))
+        assert {node.depth for node in self.tree.held} == set(map(len, self.held))
         for at in self.held:
             node = self.node(at)
             above = max((len(one) for one in self.held & prefixes(at) - {at}), default=0)
             others = {p for one in self.held - {at} for p in prefixes(one)}
-            below = [one for one in self.held if at in prefixes(one) - {one}]
             assert node.marginal == len(at) - above
             assert node.alone == len(prefixes(at) - others)
-            assert node.branches == len({one[len(at)] for one in below})
 
 
 TestTree = TreeMachine.TestCase
 TestTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
 
 
-def test_flops_are_the_sum_over_layers_of_the_published_formulas() -> None:
-    count, wide, states = 1000, 4096, 128
-    attention = 8 * count * wide**2 + 4 * count**2 * wide
-    mlp = 16 * count * wide**2
-    mamba = 12 * count * wide**2 + 16 * count * wide * states + 10 * count * wide
-    assert HYBRID_7B.flops(count) == 4 * attention + 28 * mlp + 24 * mamba
-    assert HYBRID_7B.flops(0) == 0
+def test_sizes_of_the_hybrid_model_are_the_published_ones() -> None:
     assert (HYBRID_7B.state_bytes, HYBRID_7B.kv_bytes_per_token) == (26_787_840, 65_536)
 
 
@@ -173,55 +147,18 @@ def words(text: str) -> Tokens:
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
-def serve(make_rank: MakeRank, requests: str) -> StateCache:
-    """Serve prompts like ``ab>c`` (the answer behind the sign), one a second."""
-    capacity = 99 * SMALL.state_bytes + 1000 * SMALL.kv_bytes_per_token
-    cache = StateCache(SMALL, capacity, GhostLimits(1000, 10**6), make_rank)
-    for at, request in enumerate(requests.split()):
+def test_a_cold_cache_learns_which_class_is_asked_for_again() -> None:
+    """Conversations whose second turn comes, among documents that nobody asks for twice."""
+    capacity = 99 * STATE + 1000 * KV
+    cache = StateCache(SMALL, capacity, GhostLimits(1000, 10**6), warm=False)
+    talks = " ".join(f"{a}{a}>1 {a}{a}1>2 {a}{a}12>3" for a in "abcdefghijklmnopqrstuvwxyz" * 2)
+    for at, request in enumerate((talks + " QQ>1 RR>1 RR1>2").split()):
         prompt, _, answer = request.partition(">")
         cache.request(words(prompt + answer), len(prompt), float(at))
-    return cache
-
-
-def victims(cache: StateCache, now_s: float) -> list[str]:
-    """Everything the rank gives up, in its order."""
-    order = []
-    while (node := cache.rank.victim(None, now_s)) is not None:
-        order.append("".join(map(chr, spelt(node))))
-        cache.tree.drop(node)
-    return order
-
-
-def test_ranks_by_recency_evict_in_this_order() -> None:
-    for make_rank, requests, order in [
-        (LruRank, "ax>1 by>1 cz>1", ["ax1", "by1", "cz1"]),
-        # The state that was started from is younger than that of the second.
-        (LruRank, "ax>1 by>1 ax1>2", ["by1", "ax1", "ax12"]),
-        # A state between two others (one child) may go first; for SGLang+ only leaves may.
-        (LruRank, "ax>1 ax1>2 by>1", ["ax1", "ax12", "by1"]),
-        (LeafLruRank, "ax>1 ax1>2 by>1", ["ax12", "ax1", "by1"]),
-        # Where two resident sequences part is no candidate until one of them went.
-        (LruRank, "abx>1 aby>1 cc>c", ["abx1", "ab", "aby1", "ccc"]),
-        # Started from, "ab" is younger than both; for SGLang+ it is one leaf more at last.
-        (LruRank, "abx>1 aby>1 abz>1", ["abx1", "aby1", "ab", "abz1"]),
-        (LeafLruRank, "abx>1 aby>1 abz>1", ["abx1", "aby1", "abz1", "ab"]),
-        (MarconiRank, "ax>1 by>1 ax1>2", ["by1", "ax1", "ax12"]),
-    ]:
-        assert victims(serve(make_rank, requests), 100.0) == order
-
-
-def cold(tree: CheckpointTree) -> HitDensityRank:
-    return HitDensityRank(tree, warm=False)
-
-
-def test_hit_density_learns_which_class_is_asked_for_again() -> None:
-    """Conversations whose second turn comes, among documents that nobody asks for twice."""
-    talks = " ".join(f"{a}{a}>1 {a}{a}1>2 {a}{a}12>3" for a in "abcdefghijklmnopqrstuvwxyz" * 2)
-    cache = serve(cold, talks + " QQ>1 RR>1 RR1>2")
-    fresh, continued = cache.tree.match(words("QQ1")).path[-1], cache.tree.match(words("RR12"))
-    scores = cache.rank.scores([fresh, continued.path[-1]], 160.0)
-    assert state_class(fresh) != state_class(continued.path[-1])
-    assert scores[0] > scores[1]  # first turns are asked for again, third ones are not
+    fresh, continued = (cache.tree.match(words(text)).path[-1] for text in ("QQ1", "RR12"))
+    worth = cache.worth([fresh, continued], 160.0)
+    assert state_class(fresh) != state_class(continued)
+    assert worth[0] > worth[1]  # first turns are asked for again, third ones are not
 
 
 def known(tree: CheckpointTree, text: str) -> Node:
@@ -245,89 +182,61 @@ def test_classes_are_turns_of_ends_and_the_children_of_others() -> None:
 
 
 PLENTY = 10**15
-Request = tuple[list[int], list[int], float]
-
-
-def trace(requests: list[Request]) -> list[StateRequest]:
-    return [
-        StateRequest(np.array([*prompt, *answer], np.int32), len(prompt), ts_s)
-        for prompt, answer, ts_s in requests
-    ]
-
-
-def documents(count: int) -> list[Request]:
-    """One document of 100 tokens, asked about with questions that differ from the first token."""
-    return [([*range(100), 1000 + at], [7], float(at)) for at in range(count)]
 
 
 def test_a_document_is_found_by_what_is_remembered_of_requests_that_went() -> None:
-    one, ghosts = SMALL.state_bytes + 102 * SMALL.kv_bytes_per_token, GhostLimits(99, 10**4)
-    other: Request = ([5000 + at for at in range(100)], [1], 0.5)
-    reused = {}
-    for name, limits in (("with", ghosts), ("without", NO_GHOSTS)):
-        cache = StateCache(SMALL, one + SMALL.state_bytes, limits, LruRank)
-        requests = [documents(3)[0], other, *documents(3)[1:]]
-        reused[name] = [cache.request(r.tokens, r.prompt_tokens, 0.0) for r in trace(requests)]
-    assert reused["with"] == [0, 0, 0, 100]
-    assert reused["without"] == [0, 0, 0, 0]
+    room = 2 * STATE + 102 * KV
+    asked = [ids(*range(100), 1000 + at, 7) for at in range(3)]
+    other = ids(*range(5000, 5100), 1)
+    found = {}
+    for limits in (GhostLimits(99, 10**4), GhostLimits(0, 0)):
+        cache = StateCache(SMALL, room, limits, warm=False)
+        sequences = (asked[0], other, *asked[1:])
+        found[limits.nodes] = [
+            cache.request(one, len(one) - 1, 1e3 * at) for at, one in enumerate(sequences)
+        ]
+    assert found == {99: [0, 0, 0, 100], 0: [0, 0, 0, 0]}
 
 
 def test_a_sequence_larger_than_the_capacity_is_refused_and_takes_nothing_with_it() -> None:
-    for policy in HYBRID_POLICIES:
-        small: Request = ([1, 2, 3], [4], 0.0)
-        capacity = SMALL.state_bytes * 3 + 50 * SMALL.kv_bytes_per_token
-        states = make_states(policy, SMALL, capacity)
-        play(trace([small, ([9] * 400, [8], 1.0)]), states)
-        assert states.refused == 1
-        assert states.request(np.array([1, 2, 3, 4, 5, 6], np.int32), 5, 2.0) == 4
-
-
-def test_what_no_cache_can_serve_is_refused_by_name() -> None:
-    states = make_states("lru", SMALL, PLENTY)
-    with pytest.raises(InvalidRequestError, match="prompt_tokens=4"):
-        states.request(np.zeros(3, np.int32), 4, 0.0)
-    with pytest.raises(InvalidRequestError, match="now_s=inf"):
-        states.request(np.zeros(3, np.int32), 3, float("inf"))
-    with pytest.raises(InvalidRequestError, match=r"policy='learned'.*lru, sglang.*hit_density"):
-        make_states("learned", SMALL, 1)
-    with pytest.raises(InvalidRequestError, match="capacity_bytes=-1"):
-        make_states("lru", SMALL, -1)
+    cache = StateCache(SMALL, STATE * 3 + 50 * KV)
+    cache.request(ids(1, 2, 3, 4), 3, 0.0)
+    cache.request(ids(*[9] * 400, 8), 400, 1.0)
+    assert cache.request(ids(1, 2, 3, 4, 5, 6), 5, 2.0) == 4
 
 
 random_requests = st.lists(
     st.tuples(
         st.lists(st.integers(0, 2), max_size=8),
         st.lists(st.integers(0, 2), max_size=3),
-        st.floats(-1e12, 1e12),
+        st.floats(0, 1e12),
     ),
     max_size=40,
-)
+).map(lambda found: sorted(found, key=lambda one: one[2]))
+Request = tuple[list[int], list[int], float]
 
 
-@pytest.mark.parametrize("policy", HYBRID_POLICIES)
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(requests=random_requests, room=st.integers(0, 12))
 def test_sizes_stay_exact_and_below_the_capacity_whatever_comes(
-    policy: str, requests: list[Request], room: int
+    requests: list[Request], room: int
 ) -> None:
-    capacity = room * SMALL.state_bytes // 2
-    states = make_states(policy, SMALL, capacity)
-    for one in trace(requests):
-        reused = states.request(*one)
-        tree = states.tree
-        assert tree.size_bytes == recounted_bytes(tree) <= capacity
-        assert 0 <= reused <= one.prompt_tokens
+    cache = StateCache(SMALL, room * STATE // 2)
+    for prompt, answer, now_s in requests:
+        reused = cache.request(ids(*prompt, *answer), len(prompt), now_s)
+        assert cache.tree.size_bytes == recounted_bytes(cache.tree) <= cache.capacity_bytes
+        assert 0 <= reused <= len(prompt)
 
 
 @settings(max_examples=60, deadline=None)
 @given(requests=random_requests)
-def test_without_evictions_every_policy_hits_what_a_list_of_positions_says(
+def test_without_evictions_every_hit_is_what_a_list_of_positions_says(
     requests: list[Request],
 ) -> None:
-    states = {policy: make_states(policy, SMALL, PLENTY) for policy in HYBRID_POLICIES}
-    seen: list[tuple[int, ...]] = []
-    kept: set[tuple[int, ...]] = set()
-    for prompt, answer, ts_s in requests:
+    cache = StateCache(SMALL, PLENTY)
+    seen: list[Prefix] = []
+    kept: set[Prefix] = set()
+    for prompt, answer, now_s in requests:
         whole = (*prompt, *answer)
         starts = [one for one in kept if tuple(prompt[: len(one)]) == one]
         expected = max(map(len, starts), default=0)
@@ -338,9 +247,7 @@ def test_without_evictions_every_policy_hits_what_a_list_of_positions_says(
         seen.append(whole)
         if whole:
             kept.add(whole)
-        (one,) = trace([(prompt, answer, ts_s)])
-        for policy, cache in states.items():
-            assert cache.request(one.tokens, len(prompt), ts_s) == expected, policy
+        assert cache.request(ids(*whole), len(prompt), now_s) == expected
 
 
 def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
@@ -359,7 +266,7 @@ class Remembered:
         self.forgotten: list[Node] = []
 
     def see(self, *values: int) -> Node:
-        sequence: Tokens = np.array(values, np.int32)
+        sequence = ids(*values)
         match = self.tree.match(sequence)
         leaves, end = self.tree.extend(match, sequence)
         self.tree.tick += 1
@@ -370,7 +277,7 @@ class Remembered:
         self.ghosts.trim(self.forgotten.append)
 
     def knows(self, *values: int) -> bool:
-        path = self.tree.match(np.array(values, np.int32)).path
+        path = self.tree.match(ids(*values)).path
         return bool(path) and path[-1].depth == len(values)
 
 
