@@ -42,10 +42,6 @@ class TestRedisTier(TierContract):
     def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
         return RedisTier(self.redis.url, capacity_bytes, timeout_ms=10_000, part_bytes=4096)
 
-    def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
-        tier.close()
-        return self.make_tier(self.capacity_bytes, tmp_path)
-
 
 def test_frame_is_stored_as_parts_and_a_manifest_that_all_expire(
     redis: RedisProcess, open_redis_tier: RedisTierMaker
