@@ -140,7 +140,6 @@ class StateCache:
         self.ghosts = Ghosts(self.tree, ghosts)
         self.refused = 0
         """States that were not kept as they would not have fitted."""
-        self.evicted = 0
         self._clock = SteadyClock()
 
     def request(self, tokens: Tokens, prompt_tokens: int, now_s: float) -> int:
@@ -201,5 +200,4 @@ class StateCache:
             node = rank.victim(spared, now_s)
             assert node is not None, "what was kept fits alone"
             tree.drop(node)
-            self.evicted += 1
             self.ghosts.enter(node)

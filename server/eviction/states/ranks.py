@@ -1,4 +1,4 @@
-"""Which resident state goes next: by recency, by what a state saves, or by what is learnt."""
+"""Which resident state goes next: by recency, or by what is learnt."""
 
 from __future__ import annotations
 
@@ -78,40 +78,6 @@ class LeafLruRank(LruRank):
     @override
     def candidates(self, nodes: list[Node]) -> list[Node]:
         return [node for node in nodes if not node.branches] or nodes
-
-
-class MarconiRank(LruRank):
-    """Recency + alpha x FLOPs saved per byte, each between 0 and 1 among the candidates.
-
-    Marconi (Pan et al., MLSys 2025, section 4.3, equations 1 and 2): recency is 1 over the
-    events since the last use, FLOPs are those from the nearest state above, bytes are a state
-    and the KV of all tokens before it. Alpha 0 is ``LruRank``.
-    """
-
-    def __init__(self, tree: CheckpointTree, alpha: float = 0.0) -> None:
-        super().__init__(tree)
-        self.alpha = alpha
-
-    @override
-    def scores(self, nodes: Sequence[Node], now_s: float) -> Scores:
-        model = self.tree.model
-        depths = np.array([node.depth for node in nodes], np.float64)
-        above = depths - np.array([node.marginal for node in nodes])
-        each, squared = model.flops_per_token, model.flops_per_token_squared
-        flops = each * (depths - above) + squared * (depths**2 - above**2)
-        size_bytes = model.state_bytes + model.kv_bytes_per_token * depths
-        newest = max(node.used for node in self.tree.held())
-        recency = 1.0 / (newest + 1 - np.array([node.used for node in nodes]))
-        return _between(recency) + self.alpha * _between(flops / size_bytes)
-
-
-def _between(values: Scores) -> Scores:
-    """Return the values moved to 0 to 1; ones where all are equal."""
-    least, most = values.min(), values.max()
-    if most <= least:
-        return np.ones(len(values))
-    between: Scores = (values - least) / (most - least)
-    return between
 
 
 STATE_CLASSES = 21

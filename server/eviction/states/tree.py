@@ -15,7 +15,7 @@ Tokens = NDArray[np.int32]
 
 @dataclass(frozen=True)
 class HybridModel:
-    """A stack of recurrent (Mamba2), attention and MLP layers, without grouped heads.
+    """The recurrent (Mamba2) and attention layers of a stack, without grouped heads.
 
     The formulas are those of Marconi (Pan et al., MLSys 2025, section 5 and appendix): KV grows
     with the tokens, a recurrent state is of one size and is of exactly one position.
@@ -24,7 +24,6 @@ class HybridModel:
     name: str
     state_layers: int
     attention_layers: int
-    mlp_layers: int
     width: int
     """Hidden size, D."""
     state_width: int
@@ -44,28 +43,8 @@ class HybridModel:
         """Bytes of keys and values of one token, over all attention layers."""
         return self.attention_layers * 2 * self.width * self.element_bytes
 
-    @property
-    def flops_per_token(self) -> int:
-        """FLOPs of a prefill that grow with its tokens."""
-        wide = self.width * self.width
-        recurrent = 12 * wide + 16 * self.width * self.state_width + 10 * self.width
-        return (
-            self.state_layers * recurrent
-            + self.attention_layers * 8 * wide
-            + self.mlp_layers * 16 * wide
-        )
 
-    @property
-    def flops_per_token_squared(self) -> int:
-        """FLOPs of a prefill that grow with the square of its tokens: attention's."""
-        return self.attention_layers * 4 * self.width
-
-    def flops(self, tokens: int) -> int:
-        """FLOPs of a prefill of *tokens* tokens; exact, so that sums are in any order."""
-        return (self.flops_per_token + self.flops_per_token_squared * tokens) * tokens
-
-
-HYBRID_7B = HybridModel("hybrid-7b", 24, 4, 28, 4096, 128)
+HYBRID_7B = HybridModel("hybrid-7b", 24, 4, 4096, 128)
 """NVIDIA's attention-Mamba2 hybrid of 7 B, as in Marconi's evaluation."""
 
 

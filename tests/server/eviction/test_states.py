@@ -9,25 +9,19 @@ import pytest
 from bench.policy.hybrid import HYBRID_POLICIES, StateRequest, make_states, play
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.states.cache import (
     NO_GHOSTS,
     GhostLimits,
-    Ghosts,
     MakeRank,
     StateCache,
 )
 from kvstore.server.eviction.states.ranks import (
-    STATE_CLASSES,
-    HitDensityRank,
     LeafLruRank,
     LruRank,
-    MarconiRank,
-    state_class,
 )
-from kvstore.server.eviction.states.tree import HYBRID_7B, CheckpointTree, HybridModel, Node, Tokens
+from kvstore.server.eviction.states.tree import CheckpointTree, HybridModel, Node, Tokens
 
 
 def nodes(tree: CheckpointTree) -> Iterator[Node]:
@@ -58,115 +52,7 @@ def recounted_bytes(tree: CheckpointTree) -> int:
     return model.state_bytes * states + model.kv_bytes_per_token * tokens
 
 
-SMALL = HybridModel("small", 1, 1, 1, 8, 4)
-STATE, KV = SMALL.state_bytes, SMALL.kv_bytes_per_token
-Prefix = tuple[int, ...]
-
-
-def ids(*values: int) -> Tokens:
-    return np.array(values, np.int32)
-
-
-def insert(tree: CheckpointTree, *values: int) -> tuple[Node, Node]:
-    sequence = ids(*values)
-    return tree.extend(tree.match(sequence), sequence)
-
-
-def prefixes(sequence: Prefix) -> set[Prefix]:
-    return {sequence[:end] for end in range(1, len(sequence) + 1)}
-
-
-class TreeMachine(RuleBasedStateMachine):
-    """The tree beside a set of known positions and a set of those with states."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.tree = CheckpointTree(SMALL)
-        self.known: set[Prefix] = set()
-        self.held: set[Prefix] = set()
-
-    def node(self, at: Prefix) -> Node:
-        path = self.tree.match(ids(*at)).path
-        assert path[-1].depth == len(at)
-        return path[-1]
-
-    def children(self, at: Prefix) -> set[int]:
-        return {one[len(at)] for one in self.known if one[: len(at)] == at and len(one) > len(at)}
-
-    sequences = st.lists(st.integers(0, 2), min_size=1, max_size=7).map(tuple)
-
-    @rule(sequence=sequences)
-    def insert(self, sequence: Prefix) -> None:
-        leaves, end = insert(self.tree, *sequence)
-        shared = prefixes(sequence) & {p for one in self.known for p in prefixes(one)}
-        at = max(shared, key=len, default=())
-        assert leaves.depth == len(at)
-        assert end.depth == len(sequence)
-        self.known |= {sequence, at} - {()}
-
-    @precondition(lambda self: self.known - self.held)
-    @rule(data=st.data())
-    def hold(self, data: st.DataObject) -> None:
-        at = data.draw(st.sampled_from(sorted(self.known - self.held)))
-        self.tree.hold(self.node(at))
-        self.held.add(at)
-
-    @precondition(lambda self: self.held)
-    @rule(data=st.data())
-    def drop(self, data: st.DataObject) -> None:
-        at = data.draw(st.sampled_from(sorted(self.held)))
-        self.tree.drop(self.node(at))
-        self.held.remove(at)
-
-    @precondition(lambda self: self.known - self.held)
-    @rule(data=st.data())
-    def forget(self, data: st.DataObject) -> None:
-        at = data.draw(st.sampled_from(sorted(self.known - self.held)))
-        if len(self.children(at)) <= 1:
-            self.tree.forget(self.node(at))
-            self.known.remove(at)
-
-    @rule(prompt=sequences)
-    def match(self, prompt: Prefix) -> None:
-        path = self.tree.match(ids(*prompt)).path
-        assert [node.depth for node in path] == sorted(map(len, self.known & prefixes(prompt)))
-        with_state = [node.depth for node in path if node.held]
-        assert with_state == sorted(map(len, self.held & prefixes(prompt)))
-
-    @invariant()
-    def sizes_are_exact(self) -> None:
-        kept = {p for one in self.held for p in prefixes(one)}
-        everything = {p for one in self.known for p in prefixes(one)}
-        assert self.tree.size_bytes == len(self.held) * STATE + len(kept) * KV
-        assert (self.tree.kept_tokens, self.tree.tokens) == (len(kept), len(everything))
-        assert (self.tree.nodes, self.tree.resident) == (len(self.known), len(self.held))
-        assert recounted_bytes(self.tree) == self.tree.size_bytes
-
-    @invariant()
-    def nodes_say_what_each_state_is_worth(self) -> None:
-        assert {node.depth for node in self.tree.held()} == set(map(len, self.held))
-        for at in self.held:
-            node = self.node(at)
-            above = max((len(one) for one in self.held & prefixes(at) - {at}), default=0)
-            others = {p for one in self.held - {at} for p in prefixes(one)}
-            below = [one for one in self.held if at in prefixes(one) - {one}]
-            assert node.marginal == len(at) - above
-            assert node.alone == len(prefixes(at) - others)
-            assert node.branches == len({one[len(at)] for one in below})
-
-
-TestTree = TreeMachine.TestCase
-TestTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
-
-
-def test_flops_are_the_sum_over_layers_of_the_published_formulas() -> None:
-    count, wide, states = 1000, 4096, 128
-    attention = 8 * count * wide**2 + 4 * count**2 * wide
-    mlp = 16 * count * wide**2
-    mamba = 12 * count * wide**2 + 16 * count * wide * states + 10 * count * wide
-    assert HYBRID_7B.flops(count) == 4 * attention + 28 * mlp + 24 * mamba
-    assert HYBRID_7B.flops(0) == 0
-    assert (HYBRID_7B.state_bytes, HYBRID_7B.kv_bytes_per_token) == (26_787_840, 65_536)
+SMALL = HybridModel("small", 1, 1, 8, 4)
 
 
 def words(text: str) -> Tokens:
@@ -205,43 +91,8 @@ def test_ranks_by_recency_evict_in_this_order() -> None:
         # Started from, "ab" is younger than both; for SGLang+ it is one leaf more at last.
         (LruRank, "abx>1 aby>1 abz>1", ["abx1", "aby1", "ab", "abz1"]),
         (LeafLruRank, "abx>1 aby>1 abz>1", ["abx1", "aby1", "abz1", "ab"]),
-        (MarconiRank, "ax>1 by>1 ax1>2", ["by1", "ax1", "ax12"]),
     ]:
         assert victims(serve(make_rank, requests), 100.0) == order
-
-
-def cold(tree: CheckpointTree) -> HitDensityRank:
-    return HitDensityRank(tree, warm=False)
-
-
-def test_hit_density_learns_which_class_is_asked_for_again() -> None:
-    """Conversations whose second turn comes, among documents that nobody asks for twice."""
-    talks = " ".join(f"{a}{a}>1 {a}{a}1>2 {a}{a}12>3" for a in "abcdefghijklmnopqrstuvwxyz" * 2)
-    cache = serve(cold, talks + " QQ>1 RR>1 RR1>2")
-    fresh, continued = cache.tree.match(words("QQ1")).path[-1], cache.tree.match(words("RR12"))
-    scores = cache.rank.scores([fresh, continued.path[-1]], 160.0)
-    assert state_class(fresh) != state_class(continued.path[-1])
-    assert scores[0] > scores[1]  # first turns are asked for again, third ones are not
-
-
-def known(tree: CheckpointTree, text: str) -> Node:
-    return tree.extend(tree.match(words(text)), words(text))[1]
-
-
-def test_classes_are_turns_of_ends_and_the_children_of_others() -> None:
-    tree = CheckpointTree(SMALL)
-    node = known(tree, "a")
-    ends = []
-    for turn in (0, 1, 2, 3, 5, 6, 60, 600):
-        node.next_turn = turn + 1
-        ends.append(state_class(node) // 3)
-    known(tree, "ab")
-    one_child = state_class(node)
-    known(tree, "ac")
-    node.hits = 7
-    assert ends == [0, 1, 2, 3, 3, 4, 4, 4]
-    assert one_child == 15
-    assert state_class(node) == STATE_CLASSES - 1
 
 
 PLENTY = 10**15
@@ -350,49 +201,25 @@ def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return same
 
 
-class Remembered:
-    """A tree with ghosts, and what was forgotten of it."""
-
-    def __init__(self, nodes: int, tokens: int = 1000) -> None:
-        self.tree = CheckpointTree(SMALL)
-        self.ghosts = Ghosts(self.tree, GhostLimits(nodes, tokens))
-        self.forgotten: list[Node] = []
-
-    def see(self, *values: int) -> Node:
-        sequence: Tokens = np.array(values, np.int32)
-        match = self.tree.match(sequence)
-        leaves, end = self.tree.extend(match, sequence)
-        self.tree.tick += 1
-        self.ghosts.touch([*match.path, leaves, end])
-        return end
-
-    def trim(self) -> None:
-        self.ghosts.trim(self.forgotten.append)
-
-    def knows(self, *values: int) -> bool:
-        path = self.tree.match(np.array(values, np.int32)).path
-        return bool(path) and path[-1].depth == len(values)
+def remembering(limits: GhostLimits) -> StateCache:
+    """A cache without room for a state, so that all it knows is of requests that went."""
+    return StateCache(SMALL, 0, limits, LruRank)
 
 
 def test_the_sequence_that_was_seen_longest_ago_is_forgotten_first() -> None:
-    one = Remembered(nodes=2)
-    for sequence in ((1, 1), (2, 2), (1, 1), (3, 3)):
-        one.see(*sequence)
-    one.trim()
-    assert not one.knows(2, 2)
-    assert one.knows(1, 1)
-    assert one.knows(3, 3)
-    assert len(one.forgotten) == 1
+    cache = remembering(GhostLimits(2, 1000))
+    for word in ("aa", "bb", "aa", "cc"):
+        cache.request(words(word), 2, 0.0)
+    known = [spelt(node) for node in nodes(cache.tree)]
+    assert sorted(known) == [[ord("a")] * 2, [ord("c")] * 2]
 
 
-def test_limits_hold_whatever_comes() -> None:
-    for limit in [1, 7, 50]:
-        one = Remembered(limit, tokens=4 * limit)
-        rng = np.random.default_rng(limit)
-        for _ in range(500):
-            one.see(*rng.integers(0, 3, rng.integers(1, 9)).tolist())
-            one.trim()
-            branches = sum(len(node.children) > 1 for node in nodes(one.tree))
-            assert one.tree.nodes - branches <= limit
-            assert len(one.ghosts._queue) <= one.tree.nodes
-        assert one.forgotten
+@pytest.mark.parametrize("limit", [1, 7, 50])
+def test_no_more_is_remembered_than_the_limits(limit: int) -> None:
+    cache, draw = remembering(GhostLimits(limit, 4 * limit)), np.random.default_rng(limit)
+    most = 0
+    for _ in range(500):
+        cache.request(draw.integers(0, 3, draw.integers(1, 9)).astype(np.int32), 0, 0.0)
+        branches = sum(len(node.children) > 1 for node in nodes(cache.tree))
+        most = max(most, cache.tree.nodes - branches)
+    assert 0 < most <= limit
