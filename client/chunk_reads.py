@@ -97,7 +97,7 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
                     is_unheld=is_first,
                 )  # fmt: skip
                 with transport.read(plan) as arriving:
-                    part, broken = link.reader.read(wanted, arriving)
+                    part, broken = link.reader.read(wanted, arriving.frames)
             except (DeadlineError, TierUnavailableError):
                 if not found:
                     raise

@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from typing import Any, ClassVar, Self, TypeAlias
 from weakref import finalize, ref
 
@@ -72,6 +73,7 @@ LAYERED_PUT_S = 60.0
 MAX_TTL_S = ((1 << 32) - 1) / 1000
 MAX_PIN_S = 86_400.0
 MAX_WAIT_S = MAX_HANDOVER_MS / 2000
+_TENSORS = attrgetter("tensors")
 
 Tokens: TypeAlias = Sequence[int] | None
 Keys: TypeAlias = Sequence[ChunkKey] | None
@@ -315,7 +317,7 @@ class Client:
         ) -> list[ChunkTensors]:
             room, shard = chunk_reads.room_in(some, out), self.options.shard
             request = ChunkRequest(some, room, accuracy, deadline_ms, leases, shard)
-            return [one.tensors for one in chunk_reads.read_prefix(self._link, request)]
+            return list(map(_TENSORS, chunk_reads.read_prefix(self._link, request)))
 
         return Lease(ready, found.match, read, self._link.release, viewer(found, ready))
 
@@ -394,7 +396,7 @@ class Client:
         found = chunk_reads.read_prefix(self._link, request)
         if stated is not None:
             stated[:] = [one.header.stated for one in found]
-        return [one.tensors for one in found]
+        return list(map(_TENSORS, found))
 
     def put_chunks(
         self,

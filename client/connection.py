@@ -406,7 +406,12 @@ class Pool(Generic[C]):
         """Return a connection for one call, connected within so many seconds if none is idle; None
         where there are as many as may be, or no time, or it rests. Raises what ``dial`` does.
         """
-        while (one := self._idle_one()) is not None:
+        while self.idle:
+            with self._lock:
+                one = self.idle.pop() if self.idle else None
+                if one is None:
+                    break
+                self.busy.add(one)
             if not one.is_broken():
                 return one
             self.give_back(one, is_clean=False)
@@ -426,14 +431,6 @@ class Pool(Generic[C]):
             with self._lock:
                 self._dialling, self._is_beside = self._dialling - 1, False
         return None
-
-    def _idle_one(self) -> C | None:
-        with self._lock:
-            if not self.idle:
-                return None
-            one = self.idle.pop()
-            self.busy.add(one)
-            return one
 
     def _dial_beside(self) -> None:
         one: C | None = None

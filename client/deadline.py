@@ -413,7 +413,7 @@ class LevelledGet:
             for _, some in batches(wanted, limit):
                 read = ReadPlan(digests, self._leases[lease], left_ms(), least, ranges=some)
                 with transport.read(read) as pieces:
-                    for piece in pieces:
+                    for piece in pieces.frames:
                         yield replace(piece, index=first + piece.index)
 
     def _add(self, transport: Transport, piece: Arrival) -> int:

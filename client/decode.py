@@ -10,10 +10,9 @@ import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
-from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import filterfalse
-from queue import Empty, SimpleQueue
+from queue import SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvstore.client.chunk import LayerTensors, Shard, to_arrays
@@ -232,20 +231,6 @@ class _PrefixRead:
             else:
                 self.decode(arrived)
 
-    def finish(self, helpers: Sequence[Future[None]]) -> None:
-        """Decode what is left and wait for *helpers*: they write to the caller's memory."""
-        try:
-            with suppress(Empty):
-                while (arrived := self.waiting.get_nowait()) is not None:
-                    self.decode(arrived)
-        finally:  # a room may raise anything: no thread waits for more after that
-            for _ in helpers:
-                self.waiting.put(None)
-            running = list(filterfalse(Future.cancel, helpers))
-            wait(running)
-        for helper in running:
-            helper.result()
-
     def decode(self, arrived: Arrival) -> None:
         """Decode one of them."""
         if arrived.index > self.failed:
@@ -288,7 +273,15 @@ class Reader:
         except KVStoreError as stopped:
             error = stopped
         finally:
-            reading.finish(helpers)
+            for _ in range(1 + len(helpers)):
+                reading.waiting.put(None)
+            try:
+                reading.help()
+            finally:  # a room may raise anything; the helpers write to the caller's memory
+                running = list(filterfalse(Future.cancel, helpers))
+                wait(running)
+            for helper in running:
+                helper.result()
         done = min(reading.errors, default=len(reading.found))
         found = list(map(reading.found.__getitem__, range(done)))
         error = reading.errors.get(done, error)

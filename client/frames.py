@@ -17,7 +17,7 @@ import numpy as np
 from xxhash import xxh3_64
 
 from kvstore.codecs.base import AnyTensors, ChunkTensors, check_tensors, each_wanted
-from kvstore.codecs.raw import RAW, flat_parts, places_of, raw_pieces
+from kvstore.codecs.raw import RAW, flat_parts, pieces_in
 from kvstore.proto.buffers import Bytes, copy_bytes, copy_summed
 from kvstore.proto.errors import (
     ChunkCorruptError,
@@ -115,16 +115,12 @@ class FileFrame:
         ``RawCodec.decode_into``.
         """
         RAW.check_header(header)
-        check_tensors(header.layout, out, may_lack=True)
-        pieces = raw_pieces(header.layout, *map(len, out))
-        places = None if pieces is None else places_of(out, is_target=True)
-        found = None
-        if pieces is not None and places is not None:
-            found = pieces.read(self._file.descriptor, self._offset, places)
-        if pieces is None or found is None:
+        pieces = pieces_in(header.layout, out, is_target=True)
+        sums = pieces and pieces[0].read(self._file.descriptor, self._offset, pieces[1])
+        if pieces is None or sums is None:
             RAW.decode_by_layer(header, self, out)
         else:
-            pieces.check(header, found)
+            pieces[0].check(header, sums)
 
     def _read(self, start: int, out: Bytes) -> None:
         at, done = self._offset + start, 0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import mmap
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -19,7 +18,6 @@ from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidRequestError,
     KVStoreError,
-    LeaseExpiredError,
 )
 from kvstore.proto.frame import (
     ALIGN_BYTES,
@@ -36,11 +34,11 @@ from kvstore.proto.unix_socket import NOWHERE, PLACE_ROW, ROW_BYTES, Place, Reac
 if TYPE_CHECKING:
     import torch
 
-    from kvstore.client.transports.shared_memory import Slabs
+    from kvstore.client.transports.shared_memory import SlabMap, Slabs
 
 MEMORY = int(Reach.memory)
-_WORD_BYTES = 8
-_KEY_WORDS = np.arange(KEY_OFFSET // _WORD_BYTES, (KEY_OFFSET + KEY_BYTES) // _WORD_BYTES)
+WORD_BYTES = 8
+_KEY_WORDS = np.arange(KEY_OFFSET // WORD_BYTES, (KEY_OFFSET + KEY_BYTES) // WORD_BYTES)
 """Where a frame has its key, in words from its start."""
 
 
@@ -75,29 +73,6 @@ def geometry_of(layout: KVLayout) -> RawGeometry:
         components.append(Layers(starts, shape, np.dtype(f"<u{component.dtype.item_bytes}")))
         end += component.layers * step
     return RawGeometry(layout, raw_frame_bytes(layout), tuple(components))
-
-
-class SlabMap:
-    """One slab: its bytes, and the generations among them as words of eight bytes."""
-
-    __slots__ = ("bytes", "data", "words")
-
-    def __init__(self, memory: mmap.mmap) -> None:
-        self.data: Bytes = np.frombuffer(memory, np.uint8)
-        self.bytes = memoryview(memory)
-        """The same as ``data``, for who compares a few of them."""
-        self.words = self.bytes[: len(memory) // 8 * 8].cast("Q")
-
-    def check(self, place: Place) -> None:
-        """Raise InvalidRequestError unless *place* lies within."""
-        offset, stop = place.offset, place.offset + place.size_bytes
-        if offset < _WORD_BYTES or offset % _WORD_BYTES or stop > len(self.data):
-            raise InvalidRequestError("place", (offset, stop), f"slab has {len(self.data)} bytes")
-
-    def confirm(self, offset: int, generation: int) -> None:
-        """Raise LeaseExpiredError unless the frame at *offset* is still of this *generation*."""
-        if self.words[offset // 8 - 1] != generation:
-            raise LeaseExpiredError("the chunk was replaced while it was read; look it up again")
 
 
 class ChunkView:
@@ -220,7 +195,7 @@ class LeasedViews:
         if found is None:
             return self._look_closer(index)
         slab, start, generation = found
-        if slab.words[start // _WORD_BYTES - 1] != generation:
+        if slab.words[start // WORD_BYTES - 1] != generation:
             slab.confirm(start, generation)  # which says it
         return ChunkView(self._keys[index], slab, start, generation, self._whole)
 
@@ -229,8 +204,7 @@ class LeasedViews:
         place = places[index] if index < len(places) else NOWHERE
         if place.reach != MEMORY:
             return None
-        slab = self._slabs.slab(place.number)
-        slab.check(place)
+        slab = self._slabs.having(place)
         slab.confirm(place.offset, place.generation)
         return view_at(self._keys[index], place, slab, self._whole)
 
@@ -260,11 +234,11 @@ class LeasedViews:
 
 def _hold(slab: SlabMap, starts: Sequence[int], size_bytes: int, keys: bytes) -> bool:
     """Whether a frame of so many bytes may begin at each of *starts*, and all have their *keys*."""
-    last = len(slab.words) * _WORD_BYTES - size_bytes
-    if min(starts) < _WORD_BYTES or max(starts) > last:
+    last = len(slab.words) * WORD_BYTES - size_bytes
+    if min(starts) < WORD_BYTES or max(starts) > last:
         return False
     at = np.array(starts, np.intp)
-    if int(np.bitwise_or.reduce(at)) % _WORD_BYTES:
+    if int(np.bitwise_or.reduce(at)) % WORD_BYTES:
         return False
     words = np.frombuffer(slab.words, np.uint64)
     found: bytes = words[(at >> 3)[:, None] + _KEY_WORDS].tobytes()

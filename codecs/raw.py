@@ -55,7 +55,7 @@ from kvstore.proto.frame import (
     raw_frame_bytes,
 )
 from kvstore.proto.native import Loops, loops
-from kvstore.proto.types import Accuracy, Component, KVLayout
+from kvstore.proto.types import END_KINDS, Accuracy, Component, KVLayout
 
 
 class RawCodec(Codec):
@@ -101,18 +101,17 @@ class RawCodec(Codec):
         Raises as ``Codec.encode`` does. One loop for all layers, as in ``decode_into``.
         """
         layout = template.layout
-        check_tensors(layout, tensors)
+        if (found := pieces_in(layout, tensors)) is None:
+            check_tensors(layout, tensors)
         if len(out) < raw_frame_bytes(layout):
             raise InvalidFrameError("out", len(out), f"give {raw_frame_bytes(layout)} bytes")
         is_summed = not template.flags & FLAG_UNSUMMED
         for start, stop in _gaps(layout):
             out[start:stop] = 0
-        pieces = raw_pieces(layout, *map(len, tensors))
-        places = None if pieces is None else places_of(tensors)
-        if pieces is None or places is None:
+        if found is None:
             checksums = _encode_layers(layout, tensors, out, is_summed=is_summed)
         else:
-            checksums = pieces.copy(out, places, is_encode=True)
+            checksums = found[0].copy(out, found[1], is_encode=True)
             if not is_summed:
                 checksums = [0] * len(checksums)
         header = raw_header(template, checksums)
@@ -180,24 +179,26 @@ class RawCodec(Codec):
         tenth of the copies of a chunk.
         """
         self.check_header(header)
-        check_tensors(header.layout, out, may_lack=True)
-        pieces = raw_pieces(header.layout, *map(len, out))
-        places = None if pieces is None else places_of(out, is_target=True)
+        found = pieces_in(header.layout, out, is_target=True)
         is_whole = frame.strides == (1,) and len(frame) >= raw_frame_bytes(header.layout)
         # The header of a shard, which names all components of the chunk, may be longer.
         is_usual = (
             is_whole and header.segments["offset"][0] == _raw_rows(header.layout)["offset"][0]
         )
-        if pieces is None or places is None or not is_usual:
+        if found is None or not is_usual:
             self.decode_by_layer(header, frame, out)
         else:
-            pieces.check(header, pieces.copy(frame, places))
+            pieces, places = found
+            sums = pieces.copy(frame, places)
+            if sums != header.segments["checksum"].tolist():  # windows may be left out, too
+                pieces.check(header, sums)
 
     def decode_by_layer(self, header: FrameHeader, frame: Sliced, out: AnyTensors) -> None:
         """Do the same a layer at a time: into blocks or strided tensors, or out of a file.
 
         Raises InvalidFrameError for a frame that is cut short, too.
         """
+        check_tensors(header.layout, out, may_lack=True)
         starts = header.segments["offset"].tolist()
         checksums = header.segments["checksum"].tolist()
         sums: dict[int, int] = {}
@@ -298,22 +299,36 @@ class RawPieces(NamedTuple):
                 check_segment(header, segment, one)
 
 
-def places_of(tensors: AnyTensors, *, is_target: bool = False) -> list[int] | None:
-    """Return the addresses of all parts; None where one is in blocks or strided, or a target that
-    cannot be written to: that is copied layer by layer.
+def pieces_in(
+    layout: KVLayout, tensors: AnyTensors, *, is_target: bool = False
+) -> tuple[RawPieces, list[int]] | None:
+    """Return the pieces of a raw frame of *layout*, and the addresses of all parts of *tensors*.
+
+    None where these are to be copied layer by layer, after ``check_tensors``: one is in blocks,
+    strided, not of whole units or no part of *layout*, or a target that cannot be written to.
     """
+    if not isinstance(tensors, Sequence) or len(tensors) != len(layout.components):
+        return None
     places: list[int] = []
-    for layers in tensors:
-        if isinstance(layers, BlockLayers):
+    for component, layers in zip(layout.components, tensors, strict=True):
+        may_lack = is_target and component.kind in END_KINDS and not layers
+        is_whole = len(layers) == component.layers or may_lack
+        if isinstance(layers, BlockLayers) or not is_whole:
             return None
+        shape, item_bytes = component.shape, component.dtype.item_bytes
         for parts in layers:
+            if len(parts) != component.parts:
+                return None
             for part in parts:
-                if not isinstance(part, np.ndarray) or not part.flags.c_contiguous:
+                if not isinstance(part, np.ndarray) or part.shape != shape:
                     return None
-                if is_target and not part.flags.writeable:
+                flags = part.flags
+                is_one = flags.c_contiguous and part.dtype.itemsize == item_bytes
+                if not is_one or (is_target and not flags.writeable):
                     return None
                 places.append(address(part))
-    return places
+    pieces = raw_pieces(layout, *map(len, tensors))
+    return None if pieces is None else (pieces, places)
 
 
 @lru_cache(maxsize=256)

@@ -137,6 +137,8 @@ def _check_shape(
     """
     layout, shard = unpack_table(table)
     size, frame_bytes, *of_chunk = sizes
+    if of_chunk[0] > MAX_FRAME_BYTES:
+        raise InvalidFrameError("raw_bytes", of_chunk[0], f"at most {MAX_FRAME_BYTES}")
     rows = np.frombuffer(segments, "<u8").reshape(-1, 3)
     found = (len(rows), *of_chunk)
     if found != (layout.segment_count * (1 + levels), layout.raw_bytes, layout.tokens):
@@ -367,9 +369,12 @@ def parse_header(
         raise InvalidFrameError("magic", magic, f"expected {MAGIC!r}")
     if version != VERSION:
         raise InvalidFrameError("version", version, f"this reader knows version {VERSION}")
-    check_limits(component_count, segment_count, raw_bytes)
+    # As ``check_limits`` does, and no call for it: each frame of a get is looked at.
+    if not 1 <= component_count <= MAX_COMPONENTS or not 1 <= segment_count <= MAX_SEGMENTS:
+        raise InvalidFrameError("counts", (component_count, segment_count), "outside the limits")
     table_end = FIXED_BYTES + COMPONENT.size * component_count
-    if size != _aligned(table_end + 32 * segment_count) or size > len(frame):
+    padding = size - table_end - 32 * segment_count
+    if size % ALIGN_BYTES or not 0 <= padding < ALIGN_BYTES or size > len(frame):
         raise InvalidFrameError("header_bytes", size, "does not fit its tables or the frame")
     head = bytearray(frame[:size].tobytes())
     head[_CHECKSUM_OFFSET:FIXED_BYTES] = bytes(8)

@@ -38,9 +38,6 @@ from kvstore.proto.types import (
     RopeParameters,
 )
 
-TOKENS_A_CHANNEL = 8
-"""Fewer do not say in which directions a model's KV varies."""
-
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
@@ -151,15 +148,10 @@ def _parts(window: Bits) -> ChunkTensors:
 def calibrated(chunks: Chunks, samples: Bits) -> None:
     """Fit the tables that some codecs need for the model of *chunks*, on other KV of it.
 
-    They stay among this process's assets. kvtc's are left out where the samples have not
-    many more tokens than the model has channels.
+    They stay among this process's assets.
     """
     layout = KVLayout.of(chunks.model, samples.shape[3])
-    windows, _, _, tokens, kv_heads, head_dim = samples.shape
+    known = [(_parts(window), 0) for window in samples]
     for kind in AssetKind:
-        is_enough = windows * tokens >= TOKENS_A_CHANNEL * kv_heads * head_dim
-        if kind is AssetKind.kvtc and not is_enough:
-            continue
-        known = [(_parts(window), 0) for window in samples]
         tables = learn(kind, layout.components, known, chunks.model.rope)
         ASSETS.add(parse_asset(pack_asset(kind, representation_digest(chunks.model), 1, tables)))

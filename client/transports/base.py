@@ -66,19 +66,14 @@ class ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What a read brings. Iterated once. ``is_layered``: parts of frames, layer by layer, without
-    skipped rows. ``end`` has whoever waits for the next get an error; any thread may call it.
+    """What a read brings: ``frames``, or parts of them, iterated once. ``is_layered``: parts come
+    layer by layer, without skipped rows. ``end`` has who waits for the next get an error; any
+    thread may call it.
     """
 
-    arriving: Iterator[Arrival]
+    frames: Iterator[Arrival]
     is_layered: bool = False
     end: Callable[[], None] = stays
-
-    def __iter__(self) -> Iterator[Arrival]:
-        return self.arriving
-
-    def __next__(self) -> Arrival:
-        return next(self.arriving)
 
 
 @dataclass(frozen=True, slots=True)
@@ -169,17 +164,19 @@ class Transport(ABC):
 
     @abstractmethod
     def read(self, plan: ReadPlan) -> AbstractContextManager[Arrivals]:
-        """Enter to iterate what *plan* brings: read it before this is left."""
+        """Enter for what *plan* brings: read it before this is left."""
 
     def request(self, plan: ReadPlan, via: pb.Via) -> pb.GetRequest:
         """Return the request for *plan*."""
+        # None stated means exact.
+        least = 0 if plan.minimum is Accuracy.exact else accuracy_number(plan.minimum)
         return pb.GetRequest(
             session_id=self.session.terms.session_id,
             digests=plan.digests,
             lease_id=plan.lease_id,
             deadline_ms=plan.deadline_ms,
             via=via,
-            min_accuracy=accuracy_number(plan.minimum),
+            min_accuracy=least,
             layer_major=plan.layer_major and via == pb.VIA_STREAM,
             skip_rows=None if plan.skipped is None or via != pb.VIA_STREAM else plan.skipped.pack(),
             ranges=plan.ranges,
@@ -239,10 +236,10 @@ def read_layers(transport: Transport, plan: ReadPlan) -> Iterator[Iterator[Arriv
     with transport.read(replace(plan, layer_major=True)) as arriving:
         if arriving.is_layered:
             limit_bytes, is_cut = transport.session.terms.max_frame_bytes, plan.skipped is not None
-            stream = LayerStream(iter(arriving), limit_bytes, is_cut=is_cut, end=arriving.end)
+            stream = LayerStream(arriving.frames, limit_bytes, is_cut=is_cut, end=arriving.end)
             yield stream.arriving()
         else:
-            yield iter(arriving)
+            yield arriving.frames
 
 
 def read_outcomes(outcomes: bytes, reasons: Sequence[str]) -> list[Put]:

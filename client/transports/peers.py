@@ -47,21 +47,16 @@ class PeerReads:
     def __init__(self, session: Session, clock: Callable[[], float] = time.monotonic) -> None:
         self._session = session
         self._clock = clock
-        self._lenders: dict[int, _Lender] = {}
+        self.lenders: dict[int, _Lender] = {}
         self._is_closed = False
         # Guards the two above.
         self._lock = threading.Lock()
-
-    @property
-    def are_there(self) -> bool:
-        """Whether there may be any to read from."""
-        return bool(self._lenders or self._session.peers) and self._session.options.read_peers
 
     def numbers(self) -> list[int]:
         """Return those to which there is a connection now."""
         self.note(self._session.peers)
         with self._lock:
-            known = [(number, one.streams) for number, one in self._lenders.items() if one.streams]
+            known = [(number, one.streams) for number, one in self.lenders.items() if one.streams]
         self.note(number for number, _ in known)
         return [number for number, streams in known if streams.is_ready()]
 
@@ -71,22 +66,22 @@ class PeerReads:
             return
         for number in numbers:
             with self._lock:
-                known = self._lenders.get(number) or _Lender()
+                known = self.lenders.get(number) or _Lender()
                 if self._is_closed or self._clock() < known.due_s or not self._has_room(number):
                     continue
                 known.due_s = math.inf
-                self._lenders[number] = known
+                self.lenders[number] = known
             threading.Thread(
                 target=self._learn, args=(number, known), name="kvstore-peer-learn", daemon=True
             ).start()
 
     def _has_room(self, number: int) -> bool:
         """Whether there may be another; the one that was learned of first goes for it."""
-        if number not in self._lenders and len(self._lenders) >= MAX_LENDERS:
-            first = next((n for n, one in self._lenders.items() if one.due_s < math.inf), None)
+        if number not in self.lenders and len(self.lenders) >= MAX_LENDERS:
+            first = next((n for n, one in self.lenders.items() if one.due_s < math.inf), None)
             if first is None:
                 return False
-            _close(self._lenders.pop(first))
+            _close(self.lenders.pop(first))
         return True
 
     def _learn(self, number: int, lender: _Lender) -> None:
@@ -97,7 +92,7 @@ class PeerReads:
             return
         with self._lock:
             if not self._is_closed:
-                self._lenders[number], new = new, lender
+                self.lenders[number], new = new, lender
         _close(new)
 
     def _let_in(self, number: int) -> _Lender:
@@ -135,7 +130,7 @@ class PeerReads:
         Raises nothing. *direct* as in a ReadPlan; *deadline* in monotonic seconds.
         """
         with self._lock:
-            lender = self._lenders.get(number)
+            lender = self.lenders.get(number)
         streams = None if lender is None else lender.streams
         if lender is None or streams is None:
             return first
@@ -170,17 +165,17 @@ class PeerReads:
         """In a child: do without the parent's connections."""
         self._lock = threading.Lock()  # another thread may have had it
         self._is_closed = True
-        for lender in self._lenders.values():
+        for lender in self.lenders.values():
             if lender.streams is not None:
                 lender.streams.leave()
-        self._lenders.clear()
+        self.lenders.clear()
 
     def close(self) -> None:
         """Hang up on all; gets at work go on by way of our own server. Idempotent."""
         with self._lock:
             self._is_closed = True
-            lenders = list(self._lenders.values())
-            self._lenders.clear()
+            lenders = list(self.lenders.values())
+            self.lenders.clear()
         for lender in lenders:
             _close(lender)
 

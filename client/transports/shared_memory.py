@@ -32,7 +32,7 @@ from kvstore.client.transports.base import (
 )
 from kvstore.client.transports.peers import PeerReads
 from kvstore.client.transports.unix_rpc import ENTER_WITHIN_S, CallQueue, Sent, UnixRpc, enter
-from kvstore.client.view import MEMORY, LeasedViews, SlabMap, View, geometry_of
+from kvstore.client.view import MEMORY, WORD_BYTES, LeasedViews, View, geometry_of
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
@@ -129,54 +129,64 @@ class ShmTransport(Transport):
         request = self.request(plan, pb.VIA_SHARED_MEMORY)
         request.no_lease = plan.is_unheld and not plan.lease_id
         with ExitStack() as stack:
+            if plan.direct is not None and (self._peers.lenders or self.session.peers):
+                yield Arrivals(self._with_peers(stack, request, plan))
+                return
+            replies = self.replies(stack, request)
             if plan.ranges:
-                yield Arrivals(self._ranges(self.replies(stack, request), plan.ranges))
+                yield Arrivals(self._ranges(replies, plan.ranges))
             else:
-                yield Arrivals(self._frames(stack, request, plan))
+                yield Arrivals(self._frames(replies, plan))
 
     def replies(self, stack: ExitStack, request: pb.GetRequest) -> Iterator[pb.GetResponse]:
         """Yield the replies of a get. With *stack* it ends, and so does a lease of its own."""
-        leases: set[int] = set()
-        until, given = Until(request.deadline_ms), request.lease_id
+        until, leases = Until(request.deadline_ms), {0, request.lease_id}
+        calls = self.rpc.stream("Get", request, request.deadline_ms)
 
-        def release_own() -> None:
-            if own := leases - {0, given}:
-                self.release(own, until.left_ms(1))  # who reads may be slow
+        def release(lease_id: int) -> None:
+            calls.close()
+            self.release([lease_id], until.left_ms(1))  # who reads may be slow
 
-        stack.callback(release_own)
-        calls = stack.enter_context(closing(self.rpc.stream("Get", request, request.deadline_ms)))
+        stack.enter_context(closing(calls))
         for reply in calls:
-            leases.add(reply.lease_id)
+            if reply.lease_id not in leases:
+                leases.add(reply.lease_id)
+                stack.callback(release, reply.lease_id)
             yield reply
 
-    def _frames(
+    def _with_peers(
         self, stack: ExitStack, request: pb.GetRequest, plan: ReadPlan
     ) -> Iterator[Arrival]:
         """Yield what *request* brings. What another server did not send comes by way of ours."""
         until = Until(plan.deadline_ms)
-        if not self._peers.are_there:
-            plan = replace(plan, direct=None)
-        if plan.direct is not None:
-            request.peers.extend(self._peers.numbers())
+        request.peers.extend(self._peers.numbers())
         first: int | None = 0
         while first is not None:
             request.digests = plan.digests[DIGEST_BYTES * first :]
             request.deadline_ms = until.left_ms(1)
-            first = yield from self._answer(self.replies(stack, request), first, plan, until)
+            first = yield from self._frames(self.replies(stack, request), plan, first, until)
             del request.peers[:]
 
-    def _answer(
-        self, replies: Iterator[pb.GetResponse], first: int, plan: ReadPlan, until: Until
+    def _frames(
+        self,
+        replies: Iterator[pb.GetResponse],
+        plan: ReadPlan,
+        first: int = 0,
+        until: Until | None = None,
     ) -> Generator[Arrival, None, int | None]:
-        """Yield what *replies* of a get of the chunks from the *first* on put in reach.
+        """Yield what *replies* of a get of the chunks from the *first* on put in reach; of other
+        servers only with *until*.
 
         Return the first chunk that another server should have sent and did not, if one did not.
         """
-        assembler = FrameAssembler(self.session.terms.max_frame_bytes)
+        assembler: FrameAssembler | None = None
+        index = first
         for reply in replies:
             if reply.HasField("part"):
-                whole = assembler.take(arrival_of(reply))
-                if whole is not None:
+                assembler = assembler or FrameAssembler(self.session.terms.max_frame_bytes)
+                assembler.next_index = index - first
+                if (whole := assembler.take(arrival_of(reply))) is not None:
+                    index += 1
                     yield replace(whole, index=first + whole.index)
                 continue
             names, index = reply.places.tier_names, first + reply.index
@@ -187,14 +197,13 @@ class ShmTransport(Transport):
                 if reach != _PEER:
                     for at, place in enumerate(places, start):
                         yield self._arrival(at, names[place.tier], place)
-                elif plan.direct is not None:
+                elif plan.direct is not None and until is not None:
                     digests = plan.digests[DIGEST_BYTES * start : DIGEST_BYTES * index]
                     left = yield from self._peers.read(
                         number, start, digests, plan.direct, until.at_s - SLACK_S
                     )
                     if left is not None:
                         return left
-            assembler.next_index = index - first
         return None
 
     def _arrival(self, index: int, tier: str, place: Place) -> Arrival:
@@ -205,8 +214,7 @@ class ShmTransport(Transport):
             return Arrival(index, tier, size_bytes, file)
         if place.reach != MEMORY:
             raise InvalidRequestError("reach", place.reach, "this client reads memory and files")
-        slab = self.slabs.slab(place.number)
-        slab.check(place)
+        slab = self.slabs.having(place)
         frame = slab.data[place.offset : place.offset + size_bytes]
         confirm = partial(slab.confirm, place.offset, place.generation)
         return Arrival(index, tier, size_bytes, frame, confirm)
@@ -251,6 +259,23 @@ class ShmTransport(Transport):
         self._peers.close()
 
 
+class SlabMap:
+    """One slab: its bytes, and the generations among them as words of eight bytes."""
+
+    __slots__ = ("bytes", "data", "words")
+
+    def __init__(self, memory: mmap.mmap) -> None:
+        self.data: Bytes = np.frombuffer(memory, np.uint8)
+        self.bytes = memoryview(memory)
+        """The same as ``data``, for who compares a few of them."""
+        self.words = self.bytes[: len(memory) // WORD_BYTES * WORD_BYTES].cast("Q")
+
+    def confirm(self, offset: int, generation: int) -> None:
+        """Raise LeaseExpiredError unless the frame at *offset* is still of this *generation*."""
+        if self.words[offset // WORD_BYTES - 1] != generation:
+            raise LeaseExpiredError("the chunk was replaced while it was read; look it up again")
+
+
 class Slabs:
     """Maps of slabs by id, and files of the disk tier, asked for when first needed. Thread-safe.
 
@@ -267,9 +292,6 @@ class Slabs:
 
     def slab(self, number: int) -> SlabMap:
         """Return a slab, mapped whole. Raises TierUnavailableError."""
-        slab = self._slabs.get(number)
-        if slab is not None:
-            return slab
         with self._lock:
             slab = self._slabs.get(number)
             if slab is None:
@@ -282,6 +304,16 @@ class Slabs:
                     os.close(descriptor)
                 slab = self._slabs[number] = SlabMap(memory)
             return slab
+
+    def having(self, place: Place) -> SlabMap:
+        """Return the slab of *place*. Raises TierUnavailableError, and InvalidRequestError unless
+        it lies within.
+        """
+        slab = self._slabs.get(place.number) or self.slab(place.number)
+        offset, stop = place.offset, place.offset + place.size_bytes
+        if offset < WORD_BYTES or offset % WORD_BYTES or stop > len(slab.data):
+            raise InvalidRequestError("place", (offset, stop), f"slab has {len(slab.data)} bytes")
+        return slab
 
     def file(self, extent: int) -> OpenFile:
         """Return a file of the disk tier, open for reading. Raises TierUnavailableError."""

@@ -72,7 +72,7 @@ def test_what_a_median_might_have_been_is_as_wide_as_its_rounds_are_apart() -> N
 
 def test_turns_share_a_long_prefix_with_the_prompt_before_and_nothing_with_other_rounds() -> None:
     found = engines_prompts.turns(12)
-    assert [turn.kind for turn in found] == ["chat", "document"] * 6
+    assert [bool(turn.earlier) for turn in found] == [False, True] * 6, "of chats, of documents"
     for turn in found:
         earlier, prompt = turn.prompts(3)
         shared = turn.history_tokens

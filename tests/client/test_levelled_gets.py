@@ -109,7 +109,7 @@ def change_pieces(
     @contextmanager
     def changed(plan: ReadPlan) -> Iterator[Arrivals]:
         with plain(plan) as pieces:
-            yield Arrivals(change(iter(pieces)))
+            yield Arrivals(change(pieces.frames))
 
     monkeypatch.setattr(transport, "read", changed)
 
@@ -243,7 +243,9 @@ def test_only_the_bytes_that_are_asked_for_are_read_and_sent(
     before = server.counter("get_bytes")
     plan = ReadPlan(digests, 0, DEADLINE_MS, Accuracy.bounded, ranges=asked)
     with transport.read(plan) as pieces:
-        found = [(p.index, p.tier, p.offset, np.array(p.data), p.frame_bytes) for p in pieces]
+        found = [
+            (p.index, p.tier, p.offset, np.array(p.data), p.frame_bytes) for p in pieces.frames
+        ]
     disk = server.node.store.tiers.slots["disk"].tier
     came = [(index, offset, offset + len(data)) for index, _, offset, data, _ in found]
     assert came == spans[:3]

@@ -29,8 +29,8 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.frames import FileFrame
 from kvstore.client.session import Session
 from kvstore.client.transports.base import ReadPlan, Transport
-from kvstore.client.transports.shared_memory import ShmTransport
-from kvstore.client.view import ChunkView, LeasedViews, SlabMap, geometry_of
+from kvstore.client.transports.shared_memory import ShmTransport, SlabMap, Slabs
+from kvstore.client.view import ChunkView, LeasedViews, geometry_of
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto import frame, unix_socket
@@ -60,7 +60,7 @@ class TestShmTransport(TransportContract):
         cpu = server.node.store.tiers.cpu_tier
         place = cpu.locate(keys[0])
         with bare.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving:
-            (held,) = arriving
+            (held,) = arriving.frames
             assert server.node.store.catalog.forget("cpu", keys[0])
             assert cpu.delete(keys[0])
             other = store(client, 2, 1)
@@ -117,7 +117,7 @@ class TestShmTransport(TransportContract):
         server.settled()
         server.leave_memory(keys)
         with bare.read(ReadPlan(digests(keys), 0, DEADLINE_MS)) as arriving:
-            found = list(arriving)
+            found = list(arriving.frames)
             assert [one.tier for one in found] == ["disk"] * 3
             assert all(isinstance(one.data, FileFrame) for one in found)
             assert server.usage().leases == 1, "room in a file is used again unnoticed"
@@ -328,10 +328,13 @@ SLAB, GONE = 3, 4
 STEP = 2 * geometry_of(WHOLE).frame_bytes // 64 * 64
 
 
-class Slabs:
+class OneSlab(Slabs):
     """One slab with a frame every STEP bytes, the last of them SHORT; another that is not given."""
 
     def __init__(self) -> None:
+        link = socket.socket()
+        link.close()
+        super().__init__(link)
         memory = mmap.mmap(-1, STEP * (len(KEYS) + 1))
         data = np.frombuffer(memory, np.uint8)
         self.places = []
@@ -355,13 +358,12 @@ class Slabs:
         return self._map
 
 
-def views_of(slabs: Slabs, places: list[Place]) -> LeasedViews:
-    stand_in: object = slabs
-    return LeasedViews(stand_in, geometry_of(WHOLE), pack_places(places), KEYS)  # type: ignore[arg-type]
+def views_of(slabs: OneSlab, places: list[Place]) -> LeasedViews:
+    return LeasedViews(slabs, geometry_of(WHOLE), pack_places(places), KEYS)
 
 
 def test_all_chunks_are_seen_the_shorter_last_one_too() -> None:
-    slabs = Slabs()
+    slabs = OneSlab()
     see = views_of(slabs, slabs.places)
     for at, key in enumerate(KEYS):
         view = see(at)
@@ -392,7 +394,7 @@ another size, a slab that is gone."""
 
 def test_what_is_wrong_with_one_place_is_told_of_that_chunk_alone() -> None:
     for change, error in WRONG:
-        slabs = Slabs()
+        slabs = OneSlab()
         places = list(slabs.places)
         places[1] = change(places[1])
         see = views_of(slabs, places)
@@ -405,14 +407,14 @@ def test_what_is_wrong_with_one_place_is_told_of_that_chunk_alone() -> None:
 
 
 def test_chunks_elsewhere_or_without_a_place_have_no_view() -> None:
-    slabs = Slabs()
+    slabs = OneSlab()
     places = [NOWHERE, slabs.places[1], slabs.places[2]._replace(reach=Reach.file)]
     see = views_of(slabs, places)
     assert [see(at) is None for at in range(len(KEYS))] == [True, False, True, True, True]
 
 
 def test_rows_that_are_cut_are_refused() -> None:
-    slabs = Slabs()
+    slabs = OneSlab()
     stand_in: object = slabs
     rows = pack_places(slabs.places)[:-1]
     with pytest.raises(InvalidRequestError, match="send rows of 32 bytes"):

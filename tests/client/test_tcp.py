@@ -63,7 +63,7 @@ class TestBulkTransport(BulkChannelContract):
             assert len(bare.streams.busy) == MAX_STREAMS
             assert bare.put([], PutTerms(False, DEADLINE_MS)) == []
             for arriving in gets:
-                assert [one.index for one in arriving] == [0, 1]
+                assert [one.index for one in arriving.frames] == [0, 1]
         assert len(bare.streams.idle) == MAX_STREAMS
 
     def test_a_server_that_is_late_within_a_get_shuts_the_gate(
@@ -78,7 +78,7 @@ class TestBulkTransport(BulkChannelContract):
         monkeypatch.setattr(breaker, "note", lambda *some: opened.append(note(*some)))
         monkeypatch.setattr(FrameStream, "parts", late)
         with bare.read(plan_of(keys)) as arriving, pytest.raises(DeadlineError):
-            next(iter(arriving))
+            next(arriving.frames)
         assert True in opened
 
 

@@ -331,7 +331,7 @@ def test_a_get_ends_its_lease_within_what_is_left_of_its_time(
     monkeypatch.setattr(transport, "release", noted)
     digests = b"".join(key[DIGEST_BYTES:] for key in keys)
     with transport.read(ReadPlan(digests, 0, within_ms)) as arriving:
-        next(iter(arriving))
+        next(arriving.frames)
         time.sleep(0.5)
     assert len(granted_ms) == 1
     assert granted_ms[0] <= within_ms - 400

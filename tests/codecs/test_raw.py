@@ -28,7 +28,7 @@ from hypothesis import strategies as st
 
 from kvstore.codecs.base import codec_by_name, empty_tensors
 from kvstore.codecs.lossless import LosslessCodec
-from kvstore.codecs.raw import RawCodec, places_of, raw_pieces
+from kvstore.codecs.raw import RawCodec, pieces_in
 from kvstore.codecs.slices import (
     copy_kept,
     cut,
@@ -116,9 +116,9 @@ def test_every_path_of_the_loop_copies_and_sums_a_frame_as_is_done_layer_by_laye
         tensors = _moved(whole, by)
         if lacks:
             tensors[1] = []
-        places, pieces = places_of(tensors), raw_pieces(layout, *map(len, tensors))
-        assert places is not None
-        assert pieces is not None
+        found = pieces_in(layout, tensors, is_target=True)
+        assert found is not None
+        pieces, places = found
         sums = [stated[segment] for segment in pieces.segments]
         framed = np.full(len(wanted) + 64, 7, np.uint8)
         assert pieces.copy(framed, places, is_encode=True, native=loops) == sums
@@ -126,7 +126,9 @@ def test_every_path_of_the_loop_copies_and_sums_a_frame_as_is_done_layer_by_laye
         assert lacks or np.array_equal(framed[start : len(wanted)], wanted[start:])
         assert set(framed[len(wanted) :].tolist()) == {7}
         out = _moved([[[np.zeros_like(p) for p in ps] for ps in ls] for ls in tensors], by)
-        assert pieces.copy(wanted, places_of(out) or [], native=loops) == sums
+        found = pieces_in(layout, out, is_target=True)
+        assert found is not None
+        assert found[0].copy(wanted, found[1], native=loops) == sums
         assert same(out, tensors)
 
 

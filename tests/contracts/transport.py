@@ -283,7 +283,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         for read in (0, 1, 5) * 5:
             with bare.read(ReadPlan(digests, 0, DEADLINE_MS)) as arriving:
                 for index in range(read):
-                    assert next(arriving).index == index
+                    assert next(arriving.frames).index == index
         for _ in range(100):
             assert len(client.get_chunks([*keys[:3], *keys_of(client, 2, 1)])) == 3
         assert server.settled().leases == 0
@@ -374,5 +374,5 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         keys = store(client, 1, 2)
         digests = b"".join(key[DIGEST_BYTES:] for key in keys)
         with bare.read(ReadPlan(digests, 0, DEADLINE_MS)) as arriving:
-            arrived = list(arriving)
+            arrived = list(arriving.frames)
         assert [(one.index, one.tier) for one in arrived] == [(0, "cpu"), (1, "cpu")]

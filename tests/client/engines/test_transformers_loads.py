@@ -402,7 +402,7 @@ def damaging(monkeypatch: pytest.MonkeyPatch, connector: TransformersConnector, 
     @contextmanager
     def damaged(transport: Any, plan: ReadPlan) -> Iterator[Arrivals]:
         with read(transport, plan) as arriving:
-            yield Arrivals(map(flipped, arriving)) if plan.ranges else arriving
+            yield Arrivals(map(flipped, arriving.frames)) if plan.ranges else arriving
 
     def flipped(piece: Any) -> Any:
         if piece.index != chunk or not piece.offset or len(piece.data) < 100:

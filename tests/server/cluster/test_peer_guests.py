@@ -181,7 +181,7 @@ def test_wrong_bytes_of_a_peer_are_a_miss_and_count_against_it(
 def test_a_peer_that_hangs_is_left_alone_and_its_chunks_come_by_way_of_the_own_server(
     pair: Pair, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    streams = reads_of(pair.reader)._lenders[1].streams
+    streams = reads_of(pair.reader).lenders[1].streams
     assert streams is not None
     for stream in streams.idle:
         stream._silence_s = SILENCE_S
@@ -228,11 +228,11 @@ def test_a_peer_that_hangs_up_in_the_midst_costs_nothing(
 
 def test_leave_is_asked_for_anew_at_half_its_time(pair: Pair) -> None:
     reads = reads_of(pair.reader)
-    before = reads._lenders[1]
+    before = reads.lenders[1]
     assert before.due_s - time.monotonic() > 0.4 * GUEST_S
     reads._clock = lambda: time.monotonic() + GUEST_S / 2
     reads.numbers()
-    assert eventually(lambda: reads._lenders[1] is not before)
+    assert eventually(lambda: reads.lenders[1] is not before)
     assert eventually(lambda: reads.numbers() == [1])
 
 
@@ -257,7 +257,7 @@ def test_who_is_not_to_read_from_peers_does_not(pair: Pair, keys: list[ChunkKey]
     reader = pair.second.connect("shm", MEDIUM, options)
     assert_reads(reader, keys)
     assert (pair.lent(), pair.loaded()) == (0, CHUNKS)
-    assert reads_of(reader)._lenders == {}
+    assert reads_of(reader).lenders == {}
 
 
 # --- a guest that asks for more
