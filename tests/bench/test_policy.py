@@ -33,12 +33,11 @@ KEYS = {
 def test_every_key_is_printed_last_in_one_line(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    blocks, lines = read_blocks(SMALL), policy.block_lines()[:200]
+    blocks = read_blocks(SMALL)
     for name in (policy.CONVERSATION, SMALL):
         (tmp_path / f"{name}.jsonl").touch()
     monkeypatch.setattr(policy, "TRACES", tmp_path)
     monkeypatch.setattr(policy, "read_blocks", lambda _: blocks)
-    monkeypatch.setattr(policy, "block_lines", lambda *_: lines)
     monkeypatch.setattr(hybrid, "BARS", {SMALL: BARS[SMALL]})
     monkeypatch.setattr(policy, "MEMORY_CHUNKS", 2_000)
     monkeypatch.setattr(hybrid, "PROMPTS", 200)
