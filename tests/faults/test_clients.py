@@ -18,7 +18,7 @@ import grpc
 import pytest
 from conftest import ProcessMaker, ServerMaker
 from faults.oracle import verified
-from faults.processes import resident_bytes
+from faults.tools import resident_bytes
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import SMALL, frame_of, keys_of, store
 
