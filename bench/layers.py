@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from pathlib import Path
 from statistics import median
 from typing import Any
+from unittest.mock import Mock
 
-from bench.lib.report import Report, parser_of
+from bench.lib.report import Report, run_parts
 from bench.lib.workload import connect, serving, slow_link
 from bench.real_model import FOLDER, why_missing
 from kvstore.client import Client
@@ -21,7 +23,7 @@ STORED_TOKENS, CHUNK_TOKENS = 2048, 256
 SUFFIX_TOKENS = (1, 64, 512)
 GBPS = (1, 10)
 ROUNDS = 5
-KEYS = (*(f"ttft_{gbps}gbps_{left}" for gbps in GBPS for left in SUFFIX_TOKENS), "same_tokens")
+KEYS = [f"ttft_{gbps}gbps_{left}" for gbps in GBPS for left in SUFFIX_TOKENS]
 
 
 class Engine:
@@ -63,21 +65,15 @@ class Engine:
 
 def measure_link(report: Report, engine: Engine, client: Client, gbps: int) -> bool:
     """Ask over one link; return whether both ways had the same tokens."""
-    is_same, asked = True, 0
-    get_layers = client.get_chunk_layers
-
-    def counted(*args: Any, **more: Any) -> Any:
-        nonlocal asked
-        asked += 1
-        return get_layers(*args, **more)
-
-    client.get_chunk_layers = counted  # type: ignore[method-assign]
+    is_same = True
+    by_layer = Mock(wraps=client.get_chunk_layers)
+    client.get_chunk_layers = by_layer  # type: ignore[method-assign]
     layered = engine.connector(client, engine.model)
     for _ in range(2):  # it learns what the link and the model take
         engine.ask(layered, engine.prompt(max(SUFFIX_TOKENS)))
     for left in SUFFIX_TOKENS:
         times: list[tuple[float, float]] = []
-        asked = 0
+        by_layer.reset_mock()
         for number in range(ROUNDS):
             # One that has measured nothing loads whole.
             prompt, whole = engine.prompt(left), engine.connector(client, engine.model)
@@ -86,16 +82,16 @@ def measure_link(report: Report, engine: Engine, client: Client, gbps: int) -> b
             is_same &= one[1] == other[1]
             times.append((one[0], other[0]))
         whole_s, layered_s = (median(each) for each in zip(*times, strict=True))
-        share = f"{asked} of {ROUNDS} layer by layer" if asked else "whole loads: nothing to gain"
-        report.add(
-            f"ttft_{gbps}gbps_{left}", layered_s / whole_s,
-            f"{1000 * layered_s:.0f} ms, {left} tokens computed, {gbps} Gbit/s, {share}",
-            f"loaded whole {1000 * whole_s:.0f} ms",
-        )  # fmt: skip
+        words = f"{1000 * layered_s:.0f} ms, {by_layer.call_count} of {ROUNDS} layer by layer"
+        against = f"loaded whole {1000 * whole_s:.0f} ms"
+        report.add(f"ttft_{gbps}gbps_{left}", layered_s / whole_s, words, against)
     return is_same
 
 
-def measure(report: Report) -> None:
+def measure(report: Report, _folder: Path) -> None:
+    if (why := why_missing()) is not None:
+        report.skip([*KEYS, "same_tokens"], why)
+        return
     engine, is_same = Engine(), True
     options = {"transport": "grpc", "chunk_tokens": CHUNK_TOKENS, "deadline_ms": 60_000}
     with serving("--cpu", "512MiB", "--tiers", "cpu") as (address, _):
@@ -108,17 +104,11 @@ def measure(report: Report) -> None:
                 connect(f"127.0.0.1:{port}", engine.identity, **options) as client,
             ):
                 is_same &= measure_link(report, engine, client, gbps)
-    report.add(KEYS[-1], float(is_same), "both ways had the same tokens", "bar 1")
+    report.add("same_tokens", float(is_same), "both ways had the same tokens", "bar 1")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    flags = parser_of(__doc__).parse_args(argv)
-    report, why = Report("layers"), why_missing()
-    if why is None:
-        measure(report)
-    else:
-        report.skip(KEYS, why)
-    report.print(only_json=flags.json)
+    run_parts("layers", {"ttft": measure}, argv, __doc__)
 
 
 if __name__ == "__main__":

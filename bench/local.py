@@ -25,8 +25,6 @@ from bench.lib.report import Part, Report, gbps, in_turns, paired, run_parts, ti
 from bench.lib.workload import MIB, MODEL, SMALL, TINY, check, joined, put_all, rooms
 from kvstore.client import Chunk, Client
 from kvstore.client.chunk import LayerTensors, parents
-from kvstore.client.connection import Connection
-from kvstore.client.session import Session
 from kvstore.client.transports.tcp import Entrance, FrameStream
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, PutOutcome
@@ -104,6 +102,10 @@ def bench_bulk(report: Report, _folder: Path) -> None:
     report.add("bulk_get_vs_raw_tcp", raw_s / get_s, ours, theirs)
 
 
+def digests_of(keys: Sequence[ChunkKey]) -> bytes:
+    return b"".join(key[DIGEST_BYTES:] for key in keys)
+
+
 @contextmanager
 def stalled_readers(clients: Sequence[Client], keys: Sequence[ChunkKey]) -> Iterator[None]:
     """Have gets of *keys* whose readers take nothing, which last for six seconds at most."""
@@ -115,7 +117,7 @@ def stalled_readers(clients: Sequence[Client], keys: Sequence[ChunkKey]) -> Iter
             stack.callback(stream.close)
             get = pb.GetRequest(
                 session_id=session.terms.session_id,
-                digests=b"".join(key[DIGEST_BYTES:] for key in keys),
+                digests=digests_of(keys),
                 deadline_ms=60_000,
             )
             stream.begin(pb.StreamMessage(get=get), time.monotonic() + 5.0)
@@ -125,7 +127,7 @@ def stalled_readers(clients: Sequence[Client], keys: Sequence[ChunkKey]) -> Iter
         yield
 
 
-def bench_stalled(report: Report, _folder: Path, chunks: int = 8, rounds: int = 5) -> None:
+def bench_stalled(report: Report, _folder: Path) -> None:
     """Gets and puts over TCP beside 64 readers that take nothing, against none of them."""
     with ExitStack() as stack:
         address, _pid = stack.enter_context(workload.serving(*BULK))
@@ -133,17 +135,17 @@ def bench_stalled(report: Report, _folder: Path, chunks: int = 8, rounds: int = 
             stack.enter_context(workload.connect(address, MODEL, transport="tcp"))
             for _ in range(SESSIONS + 1)
         )
-        keys, sent = workload.make_chunks(client, chunks, 6)
-        more, fresh = workload.make_chunks(client, chunks // 2, 7)
+        keys, sent = workload.make_chunks(client, 8, 6)
+        more, fresh = workload.make_chunks(client, 4, 7)
         client.put_chunks(sent)
-        get = partial(workload.get_all, client, keys, rooms(MODEL, chunks))
+        get = partial(workload.get_all, client, keys, rooms(MODEL, 8))
 
         def put() -> None:
             client.delete(keys=more)
             put_all(client, fresh)
 
         free, beside = [], []
-        for _ in range(rounds):
+        for _ in range(5):
             free.append(paired(get, put, 10))
             with stalled_readers(others, keys):
                 beside.append(paired(get, put, 10))
@@ -193,17 +195,16 @@ def bench_disk(report: Report, folder: Path) -> None:
     report.add("disk_get_vs_pread", ratio, ours, theirs)
 
 
-def bench_redis(report: Report, folder: Path) -> None:
+def bench_redis(report: Report, _folder: Path) -> None:
     """Verified gets of the Redis tier against redis-py's GET of the same parts, and all the way.
 
     The first is one client of Redis against another. The second goes on through the server and
     shared memory to the engine: a third process, where two already fill two cores.
     """
-    with workload.redis_server(folder) as port, redis.Redis(port=port) as raw:
+    with workload.redis_server() as port, redis.Redis(port=port) as raw:
         url = f"redis://127.0.0.1:{port}/0"
         flags = ("--tiers", "cpu,redis", "--cpu", "256MiB", "--redis", url)
-        more = ("--codec", "redis=raw", "--redis-timeout-ms", "5000")
-        with joined(*flags, *more) as client:
+        with joined(*flags, "--codec", "redis=raw", "--redis-timeout-ms", "5000") as client:
             keys, chunks = workload.make_chunks(client, CHUNKS, 3)
             client.put_chunks(chunks)
             while any("redis" not in {c.tier for c in s.copies} for s in client.stat(keys=keys)):
@@ -211,20 +212,19 @@ def bench_redis(report: Report, folder: Path) -> None:
             names = [k for k in raw.scan_iter(count=1000) if not bytes(k).endswith(b":m")]
             size = workload.chunk_bytes(chunks)
 
-            def get_raw() -> float:
-                started = time.perf_counter()
+            def get_raw() -> None:
                 assert sum(len(raw.get(name) or b"") for name in names) >= size
-                return time.perf_counter() - started
 
+            theirs = partial(timed, get_raw)
             keep_freed_memory()  # as the tier's process does; both sides allocate replies of 2 MB
             with workload.redis_gets(url, keys) as get:
-                tier, *tier_s = in_turns(partial(timed, get), get_raw, 2 * REPEATS)
+                tier, *tier_s = in_turns(partial(timed, get), theirs, 2 * REPEATS)
             through = partial(get_from, client, "redis", chunks, keys)
-            whole, *whole_s = in_turns(through, get_raw, REPEATS // 2 + 1)
-    ours, theirs = (gbps(size, one) for one in tier_s)
-    report.add("redis_get_vs_raw", tier, ours, f"GET {theirs}, bar 0.7")
-    ours, theirs = (gbps(size, one) for one in whole_s)
-    report.add("redis_client_get_vs_raw", whole, ours, f"GET {theirs}")
+            whole, *whole_s = in_turns(through, theirs, REPEATS // 2 + 1)
+    tiers, gets = (gbps(size, one) for one in tier_s)
+    report.add("redis_get_vs_raw", tier, tiers, f"GET {gets}, bar 0.7")
+    ours, gets = (gbps(size, one) for one in whole_s)
+    report.add("redis_client_get_vs_raw", whole, ours, f"GET {gets}")
 
 
 def bench_lookup(report: Report, _folder: Path) -> None:
@@ -237,17 +237,15 @@ def bench_lookup(report: Report, _folder: Path) -> None:
             assert client.lease(keys=keys).match.ready == len(keys)
 
         times_s = [timed(look_up) for _ in range(50)]
-        connection = Connection(client.address, 1000)
-        session = Session(connection, TINY, client.options)
-        digests = b"".join(key[DIGEST_BYTES:] for key in keys)
-        request = pb.LookupRequest(session_id=session.terms.session_id, digests=digests, lease=True)
+        session = client._link.connected().session
+        request = pb.LookupRequest(
+            session_id=session.terms.session_id, digests=digests_of(keys), lease=True
+        )
         times_us = []
         for _ in range(20):
-            reply = connection.call("Lookup", request, 5000, pb.LookupResponse)
+            reply = session.connection.call("Lookup", request, 5000, pb.LookupResponse)
             assert reply.ready == len(keys)
             times_us.append(reply.server_us)
-        session.close()
-        connection.close()
     report.add("lookup_512_ms", 1e3 * median(times_s), "median, leased, a client's", "bar 1.5 ms")
     report.add("lookup_512_server_ms", median(times_us) / 1e3, "median, leased", "bar 1 ms")
 

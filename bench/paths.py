@@ -12,7 +12,6 @@ import ast
 import statistics
 import subprocess
 import sys
-import tempfile
 import threading
 import time
 import tomllib
@@ -23,13 +22,17 @@ from pathlib import Path
 from types import CodeType, FrameType
 
 from bench.lib import ROOT
-from bench.lib.report import Report, parser_of, timed
+from bench.lib.report import Part, Report, run_parts, timed
 from bench.lib.workload import SMALL, connect, make_chunks, serving
+from kvstore.client import Client
 
 ROOMS = ("server", "tiers", "proto")
 CLIENT_ROOMS = ("client", "cli")
 STUBS = "kvstore_pb2"
 """How the names of files begin that a compiler wrote."""
+Threads = str | tuple[str, ...]
+"""How the names of some begin."""
+TIERS = ("--tiers", "cpu,disk", "--cpu", "64MiB", "--disk")
 QUIET_S = 3.0
 """After its start a server compiles and reads on for a moment."""
 
@@ -43,11 +46,21 @@ class Tracer:
         self.called: dict[str, set[CodeType]] = {}
 
     def __call__(self, frame: FrameType, event: str, argument: object) -> None:
-        """Take note of a call, for ``threading.setprofile``."""
         if self.recording and event == "call":
             code = frame.f_code
             if str(Path(code.co_filename).resolve()).startswith(self._folders):
                 self.called.setdefault(threading.current_thread().name, set()).add(code)
+
+    @contextmanager
+    def installed(self) -> Iterator[None]:
+        """See the calls of this thread, and of those that begin in the block."""
+        threading.setprofile(self)
+        sys.setprofile(self)
+        try:
+            yield
+        finally:
+            sys.setprofile(None)
+            threading.setprofile(None)
 
     @contextmanager
     def record(self) -> Iterator[None]:
@@ -58,47 +71,27 @@ class Tracer:
         finally:
             self.recording = False
 
-    def of(self, threads: str | tuple[str, ...]) -> tuple[int, int]:
+    def of(self, threads: Threads) -> tuple[int, int]:
         """Return how many files and functions threads called whose names begin so."""
         found = [codes for name, codes in self.called.items() if name.startswith(threads)]
         codes = set[CodeType]().union(*found)
         return len({code.co_filename for code in codes}), len(codes)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    flags = parser_of(__doc__).parse_args(argv)
-    report = Report("paths")
-    measure_requests(report)
-    measure_product(report)
-    measure_server(report)
-    measure_starts(report)
-    report.print(only_json=flags.json)
-    return 0
-
-
-def measure_requests(report: Report) -> None:
+def measure_requests(report: Report, folder: Path) -> None:
+    """What a server in this process passes for one chunk, over gRPC."""
     from kvstore.server.node import Node
     from kvstore.server.settings.settings import load_config
 
     tracer = Tracer("server")
-    threading.setprofile(tracer)
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ("--tiers", "cpu,disk", "--cpu", "64MiB", "--disk", f"64MiB:{folder}/disk")
-        places = ("--listen", "127.0.0.1:0", "--socket", "off", "--log-level", "error")
-        node = Node(load_config([*flags, *places]))
+    places = ("--listen", "127.0.0.1:0", "--socket", "off", "--log-level", "error")
+    with tracer.installed():
+        node = Node(load_config([*TIERS, f"64MiB:{folder}", *places]))
         node.start()
         try:
             with connect(f"127.0.0.1:{node.port}", SMALL, transport="grpc") as client:
-                for seed in range(3):  # what is done once is done before the last
-                    keys, chunks = make_chunks(client, 1, seed)
-                    with tracer.record():
-                        client.put_chunks(chunks)
-                    put = tracer.of("rpc-write")
-                    with tracer.record():
-                        assert len(client.get_chunks(keys)) == 1
-                    get = tracer.of("rpc")
+                put, get = put_and_get(client, tracer, 1, ("rpc-write", "rpc"))
         finally:
-            threading.setprofile(None)
             node.stop(5.0)
     report.add("put_files", put[0], "of the server, on the request's thread", "25")
     report.add("put_functions", put[1], "the same", "60")
@@ -106,7 +99,23 @@ def measure_requests(report: Report) -> None:
     report.add("get_functions", get[1], "the same", "42")
 
 
-def measure_product(report: Report) -> None:
+def put_and_get(
+    client: Client, tracer: Tracer, count: int, threads: tuple[Threads, Threads]
+) -> list[tuple[int, int]]:
+    """Return the files and functions that one put and one get pass, each on some *threads*."""
+    for seed in range(3):  # what is done once is done before the last
+        keys, chunks = make_chunks(client, count, seed)
+        with tracer.record():
+            client.put_chunks(chunks)
+        found = [tracer.of(threads[0])]
+        client.get_chunks(keys)  # which maps a slab once
+        with tracer.record():
+            assert len(client.get_chunks(keys)) == count
+        found.append(tracer.of(threads[1]))
+    return found
+
+
+def measure_product(report: Report, _folder: Path) -> None:
     """Lines and modules of the product, and circles and imports upwards among the server's."""
     for prefix, rooms, bars in (
         ("product_", ROOMS, ("33,000", "150")),
@@ -148,82 +157,51 @@ def imports_of(folder: Path, package: str) -> dict[str, set[str]]:
         parts = path.relative_to(folder).with_suffix("").parts
         names[".".join((package, *parts)).removesuffix(".__init__")] = path
     return {
-        name: {one for one in _imported(ast.parse(path.read_text()).body, names) if one != name}
+        name: set(_imported(ast.parse(path.read_text()).body)) & names.keys() - {name}
         for name, path in names.items()
     }
 
 
-def _imported(body: Sequence[ast.stmt], names: Mapping[str, Path]) -> Iterator[str]:
+def _imported(body: Sequence[ast.stmt]) -> Iterator[str]:
     for node in body:
         if isinstance(node, ast.ImportFrom) and node.module is not None:
-            inner = [f"{node.module}.{alias.name}" for alias in node.names]
-            yield from (one for one in inner if one in names)
-            if node.module in names:
-                yield node.module
+            yield node.module
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
         elif isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name in names)
+            yield from (alias.name for alias in node.names)
 
 
-def circles_of(imports: Mapping[str, set[str]]) -> list[set[str]]:
+def circles_of(imports: Mapping[str, set[str]]) -> set[frozenset[str]]:
     """Return the groups of modules of which each imports all others, by way of others or not."""
-    reached = {name: _reach(name, imports) for name in imports}
-    circles: list[set[str]] = []
-    for name in imports:
-        circle = {other for other in reached[name] if name in reached[other]}
-        if circle and circle not in circles:
-            circles.append(circle)
-    return circles
+    reached, before = dict(imports), dict[str, set[str]]()
+    while reached != before:
+        before = reached
+        reached = {
+            name: got.union(*(before[other] for other in got)) for name, got in before.items()
+        }
+    circles = (frozenset(o for o in got if name in reached[o]) for name, got in reached.items())
+    return {circle for circle in circles if circle}
 
 
-def _reach(start: str, imports: Mapping[str, set[str]]) -> set[str]:
-    found: set[str] = set()
-    left = [start]
-    while left:
-        new = imports[left.pop()] - found
-        found |= new
-        left += new
-    return found
-
-
-def measure_server(report: Report) -> None:
-    """Threads of a server process that nobody calls; then what a client passes that calls it."""
-    with tempfile.TemporaryDirectory() as folder:
-        flags = ("--tiers", "cpu,disk", "--cpu", "64MiB", "--disk", f"64MiB:{folder}/disk")
-        with serving(*flags) as (address, pid):
-            time.sleep(QUIET_S)
-            count = len(list(Path(f"/proc/{pid}/task").iterdir()))
-            report.add("idle_threads", count, "of a server with memory and disk", "20")
-            measure_client(address, report)
-
-
-def measure_client(address: str, report: Report) -> None:
-    """Three chunks put and read over shared memory: on the thread that calls, and on those that
-    decode with it, as any of them may take any chunk.
+def measure_process(report: Report, folder: Path) -> None:
+    """Threads of a server process that nobody calls; then what a client passes that calls it over
+    shared memory, of three chunks: on the thread that calls, and on those that decode with it, as
+    any of them may take any chunk.
     """
-    tracer = Tracer("client", "codecs", "proto")
-    threads = (threading.current_thread().name, "kvstore-copy")
-    threading.setprofile(tracer)
-    sys.setprofile(tracer)
-    with connect(address, SMALL, transport="shm") as client:
-        try:
-            for seed in range(3):  # what is done once is done before the last
-                keys, chunks = make_chunks(client, 3, seed)
-                with tracer.record():
-                    client.put_chunks(chunks)
-                put = tracer.of(threads)
-                client.get_chunks(keys)  # which maps a slab once
-                with tracer.record():
-                    assert len(client.get_chunks(keys)) == 3
-                get = tracer.of(threads)
-        finally:
-            sys.setprofile(None)
-            threading.setprofile(None)
+    with serving(*TIERS, f"64MiB:{folder}") as (address, pid):
+        time.sleep(QUIET_S)
+        count = len(list(Path(f"/proc/{pid}/task").iterdir()))
+        report.add("idle_threads", count, "of a server with memory and disk", "20")
+        tracer = Tracer("client", "codecs", "proto")
+        threads = (threading.current_thread().name, "kvstore-copy")
+        with tracer.installed(), connect(address, SMALL, transport="shm") as client:
+            put, get = put_and_get(client, tracer, 3, (threads, threads))
     for name, (files, functions), most in (("get", get, "45"), ("put", put, "60")):
         report.add(f"client_{name}_files", files, "over shared memory, with its decoding", "14")
         report.add(f"client_{name}_functions", functions, "the same", most)
 
 
-def measure_starts(report: Report) -> None:
+def measure_starts(report: Report, _folder: Path) -> None:
     """Milliseconds of a whole process that imports the client, or prints the commands."""
     client = "import kvstore.client, sys; assert 'torch' not in sys.modules"
     for name, words, bar in (
@@ -238,5 +216,17 @@ def measure_starts(report: Report) -> None:
         report.add(name, 1000 * taken_s, "of a new process", bar)
 
 
+PARTS: dict[str, Part] = {
+    "requests": measure_requests,
+    "process": measure_process,
+    "product": measure_product,
+    "starts": measure_starts,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    run_parts("paths", PARTS, argv, __doc__)
+
+
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

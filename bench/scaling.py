@@ -149,7 +149,7 @@ def make_prompt() -> list[ChunkInfo]:
 def cuda_free_tiers(folder: Path) -> Iterator[list[Tier]]:
     """Yield one tier of each kind, the gpu tier last and on the CPU: they stay empty."""
     with ExitStack() as stack:
-        port = stack.enter_context(redis_server(folder))
+        port = stack.enter_context(redis_server())
         tiers: list[Tier] = [
             CpuTier(4 * MIB, 4 * MIB),
             DiskTier((folder / "disk", 4 * MIB)),
@@ -201,14 +201,13 @@ def _relative(points: Points) -> Points:
 def weigh_disk_tier(folder: Path, report: Report) -> None:
     with closing(DiskTier((folder, 2 * DISK_CHUNKS * FRAME_BYTES))) as tier:
         tracemalloc.start()
-        before, _ = tracemalloc.get_traced_memory()
         for _ in range(DISK_CHUNKS // 512):
             for info in make_prompt():
                 tier.seal(tier.reserve(info))
         tier.flush()
-        after, _ = tracemalloc.get_traced_memory()
+        each = tracemalloc.get_traced_memory()[0] / DISK_CHUNKS
         tracemalloc.stop()
-    each, what = (after - before) / DISK_CHUNKS, f"the disk tier's part, of {DISK_CHUNKS} chunks"
+    what = f"the disk tier's part, of {DISK_CHUNKS} chunks"
     report.add("metadata_disk_mb_1e6", each, what, "reported")
 
 

@@ -8,7 +8,7 @@ a store learns them from shadow prefills. Selectors see the question; what follo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from bench.blend.riddles import BEGIN, Riddle, answered, make_designed
 from bench.lib import ROOT
+from bench.lib.report import Estimate, resampled
 from bench.lib.traces import TINYLM as FOLDER
 from bench.lib.traces import Ids as Tokens
 from bench.lib.traces import ids_of, rows_of
@@ -36,16 +37,13 @@ from kvstore.client.engines.transformers.blend_adapter import TransformersAdapte
 
 RIDDLE_FOLDER = ROOT / "data" / "riddlelm"
 OTHER_ORDERS = 2
-RATIOS = (0.05, 0.10, 0.15, 0.30, 0.50, 1.0)
-RESAMPLES = 2000
+RATIOS = (0.15, 0.30)
 _PREFIX, _CHUNK, _CHUNKS, _QUESTION, _SCORED = 128, 160, 3, 32, 64
 """Tokens of running text, and how many chunks."""
 
 Scores = tuple[float, ...]
 Placed = tuple[list[LayerKV], int]
 """KV of tokens, and the position where they stood."""
-Estimate = tuple[float, float, float]
-"""A figure and its interval."""
 Key = tuple[str, float]
 NAIVE: Key = ("naive", 0.0)
 WHOLE: Key = ("all", 1.0)
@@ -161,9 +159,6 @@ class Case:
         """What ``after`` returns of the full prefill."""
         return self.after(self.full)
 
-    def is_right(self, logits: Tensor) -> bool:
-        return logits.argmax(-1).tolist() == list(self.scored)
-
     def after(self, result: BlendResult) -> Tensor:
         """Return the logits that predict the scored tokens: (scored, vocabulary)."""
         return self.engine.blender.score(self.tokens, result, self.scored)
@@ -231,13 +226,10 @@ def text_cases(engine: Engine, tokenizer: Any, rng: random.Random) -> Iterator[C
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What one blend is worth: KL a scored token, the same likeliest token, right answers."""
+    """What one blend is worth: KL a scored token, and the share of right answers."""
 
     divergence: float
-    agreement: float
     exact_match: float
-    rows: float
-    """Rows computed, of all rows of all layers."""
 
 
 Marks = dict[Key, list[Mark]]
@@ -248,13 +240,13 @@ def figures(marks: Marks, key: Key, name: str) -> NDArray[np.float64]:
     return np.array([getattr(mark, name) for mark in marks[key]])
 
 
-def keys(ratios: Sequence[float] = RATIOS) -> list[Key]:
+def keys() -> list[Key]:
     """Return what is measured: no rows at all, and each selector at each ratio."""
-    return [NAIVE, *((name, ratio) for name in SELECTORS for ratio in ratios if ratio < 1)]
+    return [NAIVE, *((name, ratio) for name in SELECTORS for ratio in RATIOS)]
 
 
 def measure(cases: Iterable[Case]) -> Marks:
-    marks: Marks = {key: [] for key in (*keys(), WHOLE)}
+    marks: Marks = {key: [] for key in keys()}
     for case in cases:
         for key, found in marks.items():
             found.append(judge(case, case.blend(key)))
@@ -264,16 +256,12 @@ def measure(cases: Iterable[Case]) -> Marks:
 def judge(case: Case, result: BlendResult) -> Mark:
     """Score the rows that answer a riddle, or what follows the question: no selector saw it."""
     if case.secret:
-        full = case.full.logits[-len(case.question) :]
-        shadow = compare(full[1::2], result.logits[1::2])
+        full, found = case.full.logits[-len(case.question) :][1::2], result.logits[1::2]
         right = answered(result.logits, case.secret)
     else:
-        found = case.after(result)
-        shadow = compare(case.full_after, found)
-        right = [case.is_right(found)]
-    rows = result.report.rows
-    share = sum(rows) / len(rows) / len(case.tokens)
-    return Mark(shadow.divergence, shadow.agreement, sum(right) / len(right), share)
+        full, found = case.full_after, case.after(result)
+        right = [found.argmax(-1).tolist() == list(case.scored)]
+    return Mark(compare(full, found).divergence, sum(right) / len(right))
 
 
 def difference(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> Estimate:
@@ -289,24 +277,16 @@ def quotient(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> Estimate
     )
 
 
-def resampled(value: Callable[[NDArray[np.int64]], float], count: int) -> Estimate:
-    """Return *value* of *count* cases, and its 95 % interval: cases drawn again and again."""
-    picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
-    low, high = np.quantile([value(pick) for pick in picks], [0.025, 0.975])
-    return value(np.arange(count)), float(low), float(high)
-
-
 def paired(found: Estimate) -> str:
     return f"paired 95 %: [{found[1]:.3f}, {found[2]:.3f}]"
 
 
 def table(title: str, marks: Marks) -> list[str]:
     """Return lines of a table: one for each selector and ratio."""
-    lines = [title, f"  {'selector':18s}ratio         EM    KL x1e3      top-1       rows"]
+    lines = [title, f"  {'selector':18s}ratio         EM    KL x1e3"]
     for name, ratio in marks:
-        columns = ("exact_match", "divergence", "agreement", "rows")
-        em, kl, top, rows = (figures(marks, (name, ratio), one).mean() for one in columns)
-        lines.append(
-            f"  {name:18s}{ratio:4.0%}   {em:10.3f} {1e3 * kl:10.3f} {top:10.3f} {rows:10.3f}"
+        em, kl = (
+            figures(marks, (name, ratio), one).mean() for one in ("exact_match", "divergence")
         )
+        lines.append(f"  {name:18s}{ratio:4.0%}   {em:10.3f} {1e3 * kl:10.3f}")
     return lines

@@ -16,22 +16,12 @@ from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
 
-from bench.blend.cases import (
-    NAIVE,
-    Case,
-    Key,
-    Part,
-    keys,
-    paired,
-    quotient,
-    trained_engine,
-)
+from bench.blend.cases import NAIVE, Case, Key, Part, keys, paired, quotient, trained_engine
 from bench.lib.report import Report
 from bench.lib.traces import TINYLM, ids_of
 from bench.lib.traces import Ids as Tokens
-from kvstore.client.blend.gate import ShadowEval, compare
+from kvstore.client.blend.gate import compare
 
 MODEL_KEYS = ("worst_selector_vs_naive_no_prefix", "hybrid30_answers_vs_naive")
 THINGS = (
@@ -42,7 +32,6 @@ SYSTEM = "Answer from the documents. Every answer is a code of four digits."
 DOCUMENTS = 4
 QUESTIONS = 4
 """Of a context."""
-RATIOS = (0.15, 0.3)
 BEST: Key = ("hybrid", 0.3)
 SEED = 3
 _FEW, _MANY = 24, 60
@@ -71,10 +60,6 @@ class Prompt:
     question: Tokens
     follows: Tokens
     stood: tuple[int, ...]
-
-
-Judged = tuple[ShadowEval, ShadowEval]
-"""One blend against a full prefill: the question's rows, and what follows it."""
 
 
 class Prompts:
@@ -147,61 +132,51 @@ class Prompts:
 
 
 class Tried:
-    """Prompts of one kind and what came of blending them, each made once."""
+    """What came of blending prompts of one kind.
+
+    ``kl`` has for each key the KL a token of every prompt, of its question and of what follows it,
+    teacher-forced: (prompts, 2). ``tokens`` counts both, (prompts, 2).
+    """
 
     def __init__(self, model: Prompts, prompts: Sequence[Prompt]) -> None:
-        self._model = model
         self.prompts = prompts
-        self._parts: dict[int, tuple[Part, ...]] = {}
-        self._judged: dict[Key, list[Judged]] = {}
-        self._full = [self._computed(self._case(one)) for one in prompts]
-
-    def _computed(self, case: Case) -> tuple[Tensor, Tensor]:
-        """Compute *case* in full; return logits of its question and of what follows."""
-        first = len(case.tokens) - len(case.question)
-        result = case.engine.blender.prefill(case.tokens, logits_from=first)
-        return result.logits, case.after(result)
-
-    def judged(self, key: Key) -> list[Judged]:
-        """Return what came of every prompt; what follows the question is teacher-forced."""
-        if key not in self._judged:
-            found = self._judged[key] = []
-            for prompt, (question, answer) in zip(self.prompts, self._full, strict=True):
-                case = self._case(prompt)
+        self.tokens = np.array([(len(one.question), len(one.follows)) for one in prompts])
+        found: dict[Key, list[tuple[float, float]]] = {key: [] for key in keys()}
+        stored: dict[int, tuple[Part, ...]] = {}
+        for prompt in prompts:
+            name = id(prompt.documents)  # questions about the same documents share them
+            if name not in stored:
+                stored[name] = model.stored(prompt)
+            case = Case(model.engine, stored[name], prompt.question, prompt.follows)
+            first = len(case.tokens) - len(case.question)
+            full = case.engine.blender.prefill(case.tokens, logits_from=first)
+            wanted = full.logits, case.after(full)
+            for key, kls in found.items():
                 result = case.blend(key)
-                found.append(
-                    (compare(question, result.logits), compare(answer, case.after(result)))
-                )
-        return self._judged[key]
-
-    def _case(self, prompt: Prompt) -> Case:
-        name = id(prompt.documents)  # questions about the same documents share them
-        if name not in self._parts:
-            self._parts[name] = self._model.stored(prompt)
-        return Case(self._model.engine, self._parts[name], prompt.question, prompt.follows)
+                both = zip(wanted, (result.logits, case.after(result)), strict=True)
+                question, answer = (compare(*pair).divergence for pair in both)
+                kls.append((question, answer))
+        self.kl = {key: np.array(kls) for key, kls in found.items()}
 
     def pooled(self, key: Key) -> NDArray[np.float64]:
         """Return the KL a token of every prompt, of its question and of what follows."""
-        found = self.judged(key)
-        return np.array(
-            [
-                sum(one.divergence * one.tokens for one in pair) / sum(one.tokens for one in pair)
-                for pair in found
-            ]
-        )
+        pooled: NDArray[np.float64] = np.average(self.kl[key], axis=1, weights=self.tokens)
+        return pooled
 
     def answers(self, key: Key) -> NDArray[np.float64]:
         """Return the KL of answers of each context, the mean of its questions: they share its
         documents, so an interval is one of contexts.
         """
-        found = np.array([answer.divergence for _, answer in self.judged(key)])
-        means: NDArray[np.float64] = found.reshape(-1, QUESTIONS).mean(1)
+        means: NDArray[np.float64] = self.kl[key][:, 1].reshape(-1, QUESTIONS).mean(1)
         return means
 
-    def line(self, key: Key) -> str:
-        found = [(question.divergence, answer.divergence) for question, answer in self.judged(key)]
-        kls = np.mean(found, 0)
-        return f"  {key[0]:16s}{key[1]:5.0%}{kls[0]:10.4f}{kls[1]:10.4f}"
+    def table(self, title: str) -> list[str]:
+        lines = [f"{title}: {len(self.prompts)} prompts"]
+        lines.append(f"  {'selector':16s}ratio  question    answer")
+        for (name, ratio), kl in self.kl.items():
+            question, answer = kl.mean(0)
+            lines.append(f"  {name:16s}{ratio:5.0%}{question:10.4f}{answer:10.4f}")
+        return lines
 
 
 def measure_model(report: Report, folder: Path, sizes: ModelSizes) -> list[str]:
@@ -212,7 +187,7 @@ def measure_model(report: Report, folder: Path, sizes: ModelSizes) -> list[str]:
     some = (*facts.prompts[: 2 * sizes.bare : 2], *text.prompts[: sizes.bare])
     bare = Tried(model, [replace(one, prefix=(), stood=(1, 2, 3, 0)) for one in some])
     naive = bare.pooled(NAIVE)
-    found = {key: quotient(bare.pooled(key), naive) for key in keys(RATIOS)[1:]}
+    found = {key: quotient(bare.pooled(key), naive) for key in keys()[1:]}
     worst = max(found, key=lambda key: found[key][0])
     words = f"KL of {worst[0]} at {worst[1]:.0%} over naive reuse, {paired(found[worst])}"
     against = f"no prefix, the first document moved; naive {naive.mean():.4f}, {len(naive)} prompts"
@@ -221,9 +196,5 @@ def measure_model(report: Report, folder: Path, sizes: ModelSizes) -> list[str]:
     words = f"KL of answers of hybrid at 30 % over that of naive reuse, {paired(part)}"
     against = f"documents of another prompt; {sizes.contexts} contexts of {QUESTIONS} questions"
     report.add(MODEL_KEYS[1], part[0], words, against)
-    lines = []
-    for title, tried in (("facts", facts), ("text", text), ("without a prefix", bare)):
-        lines.append(f"{folder.name}, {title}: {len(tried.prompts)} prompts")
-        lines.append(f"  {'selector':16s}ratio  question    answer")
-        lines += [tried.line(key) for key in keys(RATIOS)]
-    return lines
+    kinds = (("facts", facts), ("text", text), ("without a prefix", bare))
+    return [line for title, one in kinds for line in one.table(f"{folder.name}, {title}")]

@@ -13,7 +13,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import pairwise, product
 from pathlib import Path
 
 import structlog
@@ -34,15 +34,34 @@ from bench.lib.traces import read_blocks
 
 BLOCK_BYTES = 512 * 131_072
 """512 tokens of a model of 8 billion parameters: 32 layers, 8 KV heads of 128, bfloat16."""
-
 RATE = 1.0
 """Prompts a second that each node gets: 12,000 tokens of the conversation trace."""
-
 NODE_BLOCKS = 4096
 """Blocks in a node's memory: 256 GiB."""
-
 REDIS_SHARE = 4
 """Times as many blocks in Redis, for each node."""
+CONVERSATION = "mooncake_conversation_trace"
+DOCUMENTS = "dev_ragshared_qps2_n900"
+NODES = (1, 3, 10, 30, 100, 300, 1000)
+FAILING = (10, 100)
+"""Of NODES, those that lose some of them, or a Redis master."""
+KEPT = (1, 10, 100, 1000)
+"""Of NODES, those whose figures are among the values."""
+COPIES = {CONVERSATION: 4, DOCUMENTS: 24}
+MEMORY_SHARE = 0.08
+"""Of the footprint, what the memory of all nodes holds together: 250 s of its prompts."""
+MINUTE_S = 60.0
+DOWN_NODES = 0.1
+"""Of the nodes, those that fail at once; one at least. A minute later they are back, empty."""
+MASTERS = 3
+"""Of a Redis Cluster: each has a share of the blocks. One is gone for a minute, and comes back
+with what it had."""
+SAME = 0.01
+"""Of the blocks: as much less as this is as many."""
+NODES_DOWN, MASTER_DOWN = "nodes_down", "master_down"
+FAILURES = (NODES_DOWN, MASTER_DOWN)
+MOST_MINUTES = 20
+"""That are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -99,29 +118,11 @@ def full_at(points: Sequence[tuple[int, float]]) -> float:
     if share >= 1:
         return nodes / share
     for (low, below), (high, above) in pairwise(points):
-        last = high == points[-1][0]
-        if below <= 0 or above <= below:
-            continue
-        if above >= 1 or last:
+        if 0 < below < above and (above >= 1 or high == points[-1][0]):
             slope = math.log(above / below) / math.log(high / low)
             at = low * (1 / below) ** (1 / slope)
             return at if at < 1e6 else math.inf
     return math.inf
-
-
-MINUTE_S = 60.0
-DOWN_NODES = 0.1
-"""Of the nodes, those that fail at once; one at least. A minute later they are back, empty."""
-MASTERS = 3
-"""Of a Redis Cluster: each has a share of the blocks. One is gone for a minute, and comes back
-with what it had."""
-SAME = 0.01
-"""Of the blocks: as much less as this is as many."""
-
-NODES_DOWN, MASTER_DOWN = "nodes_down", "master_down"
-FAILURES = (NODES_DOWN, MASTER_DOWN)
-MOST_MINUTES = 20
-"""That are looked at."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,8 +151,7 @@ def setbacks(chains: Sequence[Chain], terms: ClusterTerms) -> dict[str, Setback]
     """Return what each of FAILURES costs behind the first half of *chains*."""
     half = len(chains) // 2
     cluster = Cluster(terms)
-    for chain in chains[:half]:
-        cluster.request(chain)
+    cluster.replay(chains[:half])
     minute = max(1, round(MINUTE_S * RATE * terms.nodes))
     coming = chains[half : half + MOST_MINUTES * minute]
     steady = _minutes(deepcopy(cluster), coming, minute)
@@ -172,37 +172,11 @@ def _minutes(cluster: Cluster, chains: Sequence[Chain], minute: int) -> list[tup
     """Return what each minute found, in memory and anywhere; what failed is back in the second."""
     rows = []
     for start in range(0, len(chains) - minute + 1, minute):
-        before = cluster.counts.copy()
-        for chain in chains[start : start + minute]:
-            cluster.request(chain)
+        counts = cluster.replay(chains[start : start + minute])
         cluster.recover()
-        counts = cluster.counts.since(before)
         blocks = max(1, counts.blocks)
         rows.append(((counts.local + counts.peer) / blocks, 1 - counts.computed / blocks))
     return rows
-
-
-CONVERSATION = "mooncake_conversation_trace"
-DOCUMENTS = "dev_ragshared_qps2_n900"
-NODES = (1, 3, 10, 30, 100, 300, 1000)
-FAILING = (10, 100)
-"""Of NODES, those that lose some of them, or a Redis master."""
-KEPT = (1, 10, 100, 1000)
-"""Of NODES, those whose figures are among the values."""
-
-COPIES = {CONVERSATION: 4, DOCUMENTS: 24}
-MEMORY_SHARE = 0.08
-"""Of the footprint, what the memory of all nodes holds together: 250 s of its prompts."""
-
-
-def simulate(chains: Sequence[Sequence[int]], footprint: int, nodes: int, routing: str) -> Measured:
-    cluster = Cluster(terms_of(footprint, nodes, routing))
-    for chain in chains[: len(chains) // 2]:
-        cluster.request(chain)
-    before = cluster.counts.copy()
-    for chain in chains[len(chains) // 2 :]:
-        cluster.request(chain)
-    return Measured(nodes, cluster.counts.since(before), cluster.copies())
 
 
 def terms_of(footprint: int, nodes: int, routing: str) -> ClusterTerms:
@@ -228,12 +202,15 @@ def chains_of(trace: str) -> tuple[list[list[int]], int]:
 
 
 def simulate_all(trace: str, sizes: Iterable[int]) -> dict[tuple[str, int], Measured]:
+    """Return what each routing and number of nodes counted of the second half."""
     chains, footprint = chains_of(trace)
-    return {
-        (routing, nodes): simulate(chains, footprint, nodes, routing)
-        for routing in ROUTINGS
-        for nodes in sizes
-    }
+    half, found = len(chains) // 2, {}
+    for routing, nodes in product(ROUTINGS, sizes):
+        cluster = Cluster(terms_of(footprint, nodes, routing))
+        cluster.replay(chains[:half])
+        counts = cluster.replay(chains[half:])
+        found[routing, nodes] = Measured(nodes, counts, cluster.copies())
+    return found
 
 
 def add_costs(report: Report, costs: Costs) -> None:

@@ -98,15 +98,8 @@ def hit_against_raw(chunks: int, repeats: int) -> HitTimes:
     return HitTimes(size, min(times), raw_s)
 
 
-def limit_over_raw(size_bytes: int, repeats: int) -> float:
-    """Return what a bare loop takes that receives and sums, in times of the bare transfer."""
-    with raw_zmq(size_bytes) as receive, raw_stream(size_bytes, summed=True) as straight:
-        straight_s, raw_s = paired(straight, receive, repeats)
-    return straight_s / raw_s
-
-
-def lookups(count: int, *flags: str) -> tuple[list[float], list[float]]:
-    """Return the seconds of each of *count* lookups: of chunks that a peer has, and lacks.
+def lookups(*flags: str) -> tuple[list[float], list[float]]:
+    """Return the seconds of each of LOOKUPS: of chunks that a peer has, and lacks.
 
     *flags* as ``two_nodes`` has them.
     """
@@ -117,13 +110,13 @@ def lookups(count: int, *flags: str) -> tuple[list[float], list[float]]:
         connect(first, TINY) as writer,
         connect(second, TINY) as reader,
     ):
-        prompts = [make_chunks(writer, LOOKUP_CHUNKS, seed) for seed in range(count)]
+        prompts = [make_chunks(writer, LOOKUP_CHUNKS, seed) for seed in range(LOOKUPS)]
         for _, chunks in prompts:
             writer.put_chunks(chunks)
         _reached(reader, prompts[0][0])
         if flags:
             time.sleep(_TOLD_WITHIN_S)
-        for seed, (keys, _) in enumerate(prompts[1:], count):
+        for seed, (keys, _) in enumerate(prompts[1:], LOOKUPS):
             absent = keys_of(reader, LOOKUP_CHUNKS, seed)  # not the seed of a prompt
             for asked, ready, seconds in ((keys, len(keys), found), (absent, 0, missed)):
                 started = time.perf_counter()
@@ -132,18 +125,18 @@ def lookups(count: int, *flags: str) -> tuple[list[float], list[float]]:
     return found, missed
 
 
-def add_nodes(
-    report: Report, chunks: int = CHUNKS, repeats: int = REPEATS, count: int = LOOKUPS
-) -> None:
-    """Hits of *chunks* chunks of 8 MiB, and *count* lookups."""
-    hit = hit_against_raw(chunks, repeats)
+def add_nodes(report: Report) -> None:
+    """Hits of CHUNKS of 8 MiB, what a bare loop takes that receives and sums, and lookups."""
+    hit = hit_against_raw(CHUNKS, REPEATS)
+    with raw_zmq(hit.size_bytes) as receive, raw_stream(hit.size_bytes, summed=True) as straight:
+        straight_s, raw_s = paired(straight, receive, REPEATS)
     raw = f"raw zmq {gbps(hit.size_bytes, hit.raw_s)}, bar 1.3"
     report.add("peer_hit_over_raw", hit.hit_s / hit.raw_s, gbps(hit.size_bytes, hit.hit_s), raw)
     what = "a bare loop: receive where it is wanted, sum"
-    report.add("peer_hit_limit_over_raw", limit_over_raw(hit.size_bytes, repeats), what)
-    fixed = lookups(count)
+    report.add("peer_hit_limit_over_raw", straight_s / raw_s, what)
+    fixed = lookups()
     with redis_server() as port:
-        shared = lookups(count, "--directory", "--redis", f"redis://127.0.0.1:{port}/0")
+        shared = lookups("--directory", "--redis", f"redis://127.0.0.1:{port}/0")
     names = ("found", "missed", "directory_found", "directory_missed")
     for name, seconds in zip(names, (*fixed, *shared), strict=True):
         what = f"{len(seconds)} lookups of {LOOKUP_CHUNKS} chunks"

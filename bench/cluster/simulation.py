@@ -8,25 +8,26 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 from random import Random
 
 import numpy as np
 
 from kvstore.cli.simulate import BlockTrace
-from kvstore.proto.errors import InvalidRequestError
 
 SHARED = 0.01
 """Blocks that more of a trace's prompts have than this share are the same in every copy."""
-
 SHIFT_S = 60.0
 """Copies begin within so many seconds of each other."""
-
-
-def shared_rows(trace: BlockTrace) -> frozenset[int]:
-    least = SHARED * len(trace.requests)
-    counts = Counter(row for one in trace.requests for row in one.chain)
-    return frozenset(row for row, n in counts.items() if n > least)
+AFFINITY, ROUND_ROBIN = "affinity", "round_robin"
+ROUTINGS = (AFFINITY, ROUND_ROBIN)
+FAIR_SHARE = 1.25
+"""What a node may have of the latest prompts, times the mean, before others are asked."""
+TRIED = 4
+"""Nodes whose loads a router compares, of those that would do."""
+RECENT = 16
+"""The latest prompts that a router weighs nodes by: so many for each node."""
+Chain = Sequence[int]
 
 
 def prompts(trace: BlockTrace, copies: int, seed: int = 1) -> Iterator[list[int]]:
@@ -35,7 +36,8 @@ def prompts(trace: BlockTrace, copies: int, seed: int = 1) -> Iterator[list[int]
     A chain has the blocks that its prompt can name: its answer is none of them.
     """
     random = Random(seed)
-    shared = shared_rows(trace)
+    counts = Counter(row for one in trace.requests for row in one.chain)
+    shared = {row for row, n in counts.items() if n > SHARED * len(trace.requests)}
     shifts = [random.uniform(0, SHIFT_S) for _ in range(copies)]
     times_s = np.array([one.time_s for one in trace.requests])
     times = np.concatenate([times_s + shift for shift in shifts])
@@ -49,21 +51,6 @@ def prompts(trace: BlockTrace, copies: int, seed: int = 1) -> Iterator[list[int]
             yield chain
 
 
-Chain = Sequence[int]
-
-AFFINITY, ROUND_ROBIN = "affinity", "round_robin"
-ROUTINGS = (AFFINITY, ROUND_ROBIN)
-
-FAIR_SHARE = 1.25
-"""What a node may have of the latest prompts, times the mean, before others are asked."""
-
-TRIED = 4
-"""Nodes whose loads a router compares, of those that would do."""
-
-RECENT = 16
-"""The latest prompts that a router weighs nodes by: so many for each node."""
-
-
 @dataclass(frozen=True, slots=True)
 class ClusterTerms:
     """Nodes, blocks that the memory of each holds, blocks that Redis holds (0: none is there)."""
@@ -72,15 +59,6 @@ class ClusterTerms:
     node_blocks: int
     redis_blocks: int = 0
     routing: str = AFFINITY
-
-    def __post_init__(self) -> None:
-        for name in ("nodes", "node_blocks"):
-            if getattr(self, name) < 1:
-                raise InvalidRequestError(name, getattr(self, name), "give 1 or more")
-        if self.redis_blocks < 0:
-            raise InvalidRequestError("redis_blocks", self.redis_blocks, "give 0 or more")
-        if self.routing not in ROUTINGS:
-            raise InvalidRequestError("routing", self.routing, f"one of {', '.join(ROUTINGS)}")
 
 
 @dataclass(slots=True)
@@ -109,9 +87,6 @@ class ClusterCounts:
             *(getattr(self, one.name) - getattr(before, one.name) for one in fields(self))
         )
 
-    def copy(self) -> ClusterCounts:
-        return self.since(ClusterCounts())
-
 
 class LruBlocks:
     """So many blocks at most, those used longest ago first to go, and of a chain its end.
@@ -124,24 +99,15 @@ class LruBlocks:
         self._places = places
         self._used: OrderedDict[int, None] = OrderedDict()
 
-    def __contains__(self, block: int) -> bool:
-        return block in self._used
-
     def __len__(self) -> int:
         return len(self._used)
 
-    def clear(self) -> list[int]:
-        """Have nothing here; return what was."""
-        gone = list(self._used)
-        self._used.clear()
-        return gone
+    def __iter__(self) -> Iterator[int]:
+        return iter(self._used)
 
     def prefix(self, chain: Chain) -> int:
         used = self._used
-        for at, block in enumerate(chain):
-            if block not in used:
-                return at
-        return len(chain)
+        return next((at for at, block in enumerate(chain) if block not in used), len(chain))
 
     def use(self, chain: Chain) -> tuple[list[int], list[int]]:
         """Have the first blocks of *chain* here, as many as there are places.
@@ -183,15 +149,22 @@ class Cluster:
 
     def fail_node(self, node: int) -> None:
         """*node* is gone, and what it had in memory; nobody routes to it until ``recover``."""
-        if len(self._down) + 1 >= self.terms.nodes:
-            raise InvalidRequestError("node", node, "one has to stay")
+        assert len(self._down) + 1 < self.terms.nodes, "one has to stay"
         self._down.add(node)
-        self._note(node, (), self._nodes[node].clear())
+        self._note(node, (), self._nodes[node])
+        self._nodes[node] = LruBlocks(self.terms.node_blocks)
 
     def recover(self) -> None:
         """All that failed is back: nodes with empty memory, a master with what it had."""
         self._down.clear()
         self.lost_master = None
+
+    def replay(self, chains: Iterable[Chain]) -> ClusterCounts:
+        """Return what *chains* counted."""
+        before = replace(self.counts)
+        for chain in chains:
+            self.request(chain)
+        return self.counts.since(before)
 
     def request(self, chain: Chain) -> None:
         node = self._route(chain)
@@ -229,10 +202,8 @@ class Cluster:
 
         Who has a block has all before it, so that whoever has the last has them all.
         """
-        at, holders = local, self._holders
-        while at < len(chain) and chain[at] in holders:
-            at += 1
-        return at - local
+        holders, rest = self._holders, range(local, len(chain))
+        return next((at for at in rest if chain[at] not in holders), len(chain)) - local
 
     def _note(self, node: int, came: Iterable[int], gone: Iterable[int]) -> None:
         holders, counts = self._holders, self.counts
@@ -272,9 +243,10 @@ class Cluster:
             best = min(some, key=lambda one: (recent[one], one))
             if recent[best] < most:
                 return best
-        idle = [self._random.randrange(self.terms.nodes) for _ in range(TRIED)]
-        while not (up := [one for one in idle if one not in self._down]):
-            idle = [self._random.randrange(self.terms.nodes) for _ in range(TRIED)]
+        up: list[int] = []
+        while not up:
+            some = [self._random.randrange(self.terms.nodes) for _ in range(TRIED)]
+            up = [one for one in some if one not in self._down]
         return min(up, key=lambda one: (recent[one], one))
 
     # --- what is there

@@ -10,31 +10,18 @@ makes a virtual environment for each opponent.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import TypeVar
 
-from bench.codecs.baselines import (
-    CACHEGEN_LEVELS,
-    Coded,
-    LMCacheCodecs,
-    TensorFile,
-    bins_of,
-    kivi,
-    lmcache_codecs,
-    zipnn_coder,
-)
-from bench.codecs.kv import ROPE_THETA, Extent, Point, Rate, error_at, make_synthetic, ratio_at
+from bench.codecs.baselines import TINYLM_LAYERS, Coded, Opponents, TensorFile, kivi
+from bench.codecs.kv import ROPE, Bits, Point, Rate, bits_at, error_at, synthetic
 from bench.codecs.ours import Chunks, Coder, calibrated
-from bench.codecs.speeds import ROUNDS, SpeedBench, measure_speeds
+from bench.codecs.speeds import ROUNDS, measure_speeds
 from bench.codecs.texts import Lengths
-from bench.lib.processes import PeerSkippedError
 from bench.lib.report import Report, parser_of
 from bench.lib.traces import TINYLM
 from bench.real_model import FOLDER, why_missing
-from kvstore.proto.types import RopeParameters
 
 OURS = {
     "exact": ("raw", "lossless"),
@@ -52,9 +39,6 @@ OURS = {
 The levels of a layered frame cost a little more than frames made for one quality.
 """
 FAMILIES = {setting: name for name, settings in OURS.items() for setting in settings}
-TURBOQUANT = ("k8v4", "4bit_nc", "k3v4_nc", "3bit_nc")
-KIVI = ((8, 64), (4, 32), (4, 64), (2, 32), (2, 64))
-"""Bits and group."""
 AGAINST = {
     "kvq_bytes_vs_cachegen_at_kl": ("lmcache cachegen", "own bins", 0.60),
     "kvq_bytes_vs_turboquant4_at_kl": ("lmcache turboquant", "4bit_nc", 0.75),
@@ -73,9 +57,6 @@ TINY, REAL = "tinylm", "real model"
 IMPORTANCE_KEYS = {TINY: "importance_kl_ratio_tinylm", REAL: "importance_kl_ratio_real_model"}
 """By model: kvq's divergence with the importance that the connector sends, over that without."""
 MODEL_KEYS = (*AGAINST, *REAL_KEYS, *IMPORTANCE_KEYS.values())
-SEED = 1
-
-T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -87,55 +68,43 @@ class Rates:
 
     def curve(self, codec: str) -> list[Rate]:
         """Return the points of *codec*, or of a family of ours: those of one curve."""
-        return [p.rate for p in self.points if FAMILIES.get(p.codec, p.codec) == codec]
+        found = (one for one in self.points if FAMILIES.get(one.codec, one.codec) == codec)
+        return [(one.bits_per_value, one.kl) for one in found]
 
 
-def all_codes(chunks: Chunks, lmcache: LMCacheCodecs | str, folder: Path) -> Iterator[Coded]:
+def all_codes(chunks: Chunks, opponents: Opponents) -> Iterator[Coded]:
     """Yield what every codec makes of *chunks*; LMCache's only when it could be had."""
-    for family, settings in OURS.items():
-        for setting in settings if family != IMPORTANCE or chunks.importance is not None else ():
-            yield from Coder.of(setting, chunks).code(chunks.bits, chunks.importance)
-    tensors = TensorFile.write(folder / "rates.npy", chunks.bits)
-    for bits, group in KIVI:
-        if tensors.bits.shape[3] % group == 0:
-            yield kivi(tensors.bits, bits, group)
+    for setting, family in FAMILIES.items():
+        if family != IMPORTANCE or chunks.importance is not None:
+            yield from Coder(setting, chunks).code(chunks.bits, chunks.importance)
+    for bits in (4, 2):
+        yield kivi(chunks.bits, bits, 64)
+    lmcache, tensors = opponents.lmcache, TensorFile.write(opponents.folder, chunks.bits)
     if isinstance(lmcache, str):
         return
-    layers, kv_heads, head_dim = (tensors.bits.shape[axis] for axis in (1, 4, 5))
     yield lmcache.coded("fp8", "bare cast", tensors)
-    if lmcache.knows(layers):
+    layers, kv_heads, head_dim = (chunks.bits.shape[axis] for axis in (1, 4, 5))
+    if layers == TINYLM_LAYERS:
         yield lmcache.coded("cachegen", "own bins", tensors)
-    for name, tables in CACHEGEN_LEVELS.items():
-        yield lmcache.coded("cachegen", name, tensors, **bins_of(layers, *tables))
     # Narrow heads have more norms to store: it is measured on wider ones too, for its better.
     for width in sorted(w for w in {head_dim, 128} if kv_heads * head_dim % w == 0):
-        for preset in TURBOQUANT:
-            more = {"preset": f"turboquant_{preset}", "head_dim": width}
-            yield lmcache.coded("turboquant", f"{preset} d{width}", tensors, **more)
-
-
-def report_rates(report: Report, model: str, rates: Rates) -> None:
-    for point in rates.points:
-        q = point.quality
-        facts = "" if point.facts is None else f", facts {point.facts:.2f}"
-        name = f"  {model}: {point.codec} {point.setting}".rstrip()
-        words = f"bits a value, KL {q.kl:.2e}, greedy {q.greedy_match:.2f}{facts}"
-        report.note(name, f"{point.bits_per_value:.3f}", words)
+        preset = {"preset": "turboquant_4bit_nc", "head_dim": width}
+        yield lmcache.coded("turboquant", f"4bit_nc d{width}", tensors, **preset)
 
 
 def report_bars(report: Report, rates: Rates) -> None:
     ours = rates.curve("kvq")
     for key, (codec, setting, bar) in AGAINST.items():
         theirs = [p for p in rates.points if p.codec == codec and p.setting.startswith(setting)]
-        reached = [(ratio_at(ours, p.rate) or 0.0, p) for p in theirs]
+        reached = [((bits_at(ours, p.kl) or 0.0) / p.bits_per_value, p) for p in theirs]
         ratio, worst = max(reached, key=lambda pair: pair[0], default=(0.0, None))
         if worst is None:
             report.skip([key], rates.without or f"{codec}: not measured")
         elif not ratio:
-            kl = theirs[0].quality.kl
+            kl = theirs[0].kl
             report.skip([key], f"no kvq quality is as far from the original as KL {kl:.2e}")
         else:
-            bits, kl = worst.rate
+            bits, kl = worst.bits_per_value, worst.kl
             words = f"{ratio * bits:.2f} bits a value at the same KL"
             other = f"{bits:.2f} of {codec} {worst.setting}, KL {kl:.1e}, bar {bar:g}"
             report.add(key, ratio, words, other)
@@ -149,7 +118,7 @@ def report_real(report: Report, rates: Rates) -> None:
             report.skip([key], f"no kvq quality on either side of {bits:g} bits a value")
         else:
             report.add(key, kl, f"nats a token at {bits:g} bits a value, between qualities of kvq")
-    found = {point.codec: point.quality.kl for point in rates.points}
+    found = {point.codec: point.kl for point in rates.points}
     ratios = {exact: found[exact] / found[without] for exact, without in SINKS}
     words = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
     report.add(SINK_KEY, max(ratios.values()), f"{words} of the KL without", "bar 0.4")
@@ -172,85 +141,66 @@ class Sizes:
     """How much is measured; the tests measure less."""
 
     tiny: Lengths = field(default_factory=Lengths)
-    real: Lengths = field(default_factory=lambda: Lengths(3, 3, 512, 96, 24, 5))
-    synthetic: Extent = field(default_factory=Extent)
+    real: Lengths = field(default_factory=lambda: Lengths(3, 3, 512, 96, 5))
+    synthetic: Bits = field(default_factory=synthetic)
     rounds: int = ROUNDS
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: where files go, where the second model and opponents are, what is reported."""
+    """One run: whom it compares with, where the second model is, what is reported."""
 
-    folder: Path
+    opponents: Opponents
     model: Path
-    venvs: Path
     report: Report
     sizes: Sizes
     speeds_only: bool = False
 
 
-def open_or_reason(stack: ExitStack, side: AbstractContextManager[T]) -> T | str:
-    """Open *side* until *stack* closes; return it, or why it cannot be had."""
-    try:
-        return stack.enter_context(side)
-    except PeerSkippedError as error:
-        return str(error)
-
-
 def measure(run: Run) -> None:
-    extent = run.sizes.synthetic
-    made = make_synthetic(replace(extent, windows=extent.windows + 1), SEED)
-    chunks = Chunks.of("bench/synthetic", made[:-1], RopeParameters(ROPE_THETA, extent.head_dim))
-    calibrated(chunks, made[-1:])
-    with ExitStack() as stack:
-        lmcache = open_or_reason(stack, lmcache_codecs(run.venvs, run.folder, TINYLM))
-        zipnn = open_or_reason(stack, zipnn_coder(run.venvs, run.folder))
-        if run.speeds_only:
-            run.report.skip([*MODEL_KEYS, LOSSLESS_KEY], "--speeds: no quality")
-        else:
-            points = _points_of_models(run, lmcache)
-            bits = [p.bits_per_value for p in points if p.codec == LOSSLESS]
-            bits += [one.bits_per_value for one in Coder.of(LOSSLESS, chunks).code(chunks.bits)]
-            words = f"the worst of {len(bits)} KVs, synthetic the last of them"
-            run.report.add(LOSSLESS_KEY, 16 / max(bits), words, "bf16, bar 1.45")
-        measure_speeds(run.report, SpeedBench(chunks, run.folder, lmcache, zipnn, run.sizes.rounds))
+    chunks = Chunks.of("bench/synthetic", run.sizes.synthetic, ROPE)
+    if run.speeds_only:
+        run.report.skip([*MODEL_KEYS, LOSSLESS_KEY], "--speeds: no quality")
+    else:
+        points = _points_of_models(run)
+        bits = [p.bits_per_value for p in points if p.codec == LOSSLESS]
+        bits += [one.bits_per_value for one in Coder(LOSSLESS, chunks).code(chunks.bits)]
+        words = f"the worst of {len(bits)} KVs, synthetic the last of them"
+        run.report.add(LOSSLESS_KEY, 16 / max(bits), words, "bf16, bar 1.45")
+    measure_speeds(run.report, chunks, run.opponents, run.sizes.rounds)
 
 
-def _points_of_models(run: Run, lmcache: LMCacheCodecs | str) -> list[Point]:
+def _points_of_models(run: Run) -> list[Point]:
     """Measure both models; return the points of those that are there."""
-    tiny = _rates_of_model(run, TINY, TINYLM, run.sizes.tiny, lmcache)
+    tiny = _rates_of_model(run, TINY, TINYLM, run.sizes.tiny)
     report_bars(run.report, tiny)
     report_importance(run.report, TINY, tiny)
     if (reason := why_missing(run.model)) is not None:
         run.report.skip([*REAL_KEYS, IMPORTANCE_KEYS[REAL]], reason)
         return tiny.points
-    real = _rates_of_model(run, REAL, run.model, run.sizes.real, lmcache)
+    real = _rates_of_model(run, REAL, run.model, run.sizes.real)
     report_real(run.report, real)
     report_importance(run.report, REAL, real)
     return tiny.points + real.points
 
 
-def _rates_of_model(
-    run: Run, name: str, folder: Path, lengths: Lengths, lmcache: LMCacheCodecs | str
-) -> Rates:
+def _rates_of_model(run: Run, name: str, folder: Path, lengths: Lengths) -> Rates:
+    """Measure every codec on the model of *folder*, and report each point."""
     from bench.codecs.model import PrefixModel  # loads torch and transformers
 
-    model = PrefixModel(lengths, folder)
+    model, lmcache = PrefixModel(lengths, folder), run.opponents.lmcache
     chunks = Chunks.of(f"bench/{name}", model.bits, model.rope)
-    chunks = replace(chunks, importance=model.importance)
     calibrated(chunks, model.calibration())
-    points = [
-        Point(one.codec, one.setting, one.bits_per_value, model.score(one.decoded))
-        for one in all_codes(chunks, lmcache, run.folder)
-    ]
-    given = Chunks(model.told_bits, chunks.model, model.told_importance)
-    facts = {
-        (one.codec, one.setting): model.answered(one.decoded)
-        for one in all_codes(given, lmcache, run.folder)
-    }
-    points = [replace(p, facts=facts[p.codec, p.setting]) for p in points]
-    rates = Rates(points, lmcache if isinstance(lmcache, str) else "")
-    report_rates(run.report, name, rates)
+    given = replace(chunks, bits=model.told_bits, importance=model.told_importance)
+    chunks = replace(chunks, importance=model.importance)
+    rates = Rates([], lmcache if isinstance(lmcache, str) else "")
+    told = all_codes(given, run.opponents)
+    for one, other in zip(all_codes(chunks, run.opponents), told, strict=True):
+        kl, facts = model.score(one.decoded), model.answered(other.decoded)
+        rates.points.append(Point(one.codec, one.setting, one.bits_per_value, kl, facts))
+        words = f"bits a value, KL {kl:.2e}, facts {facts:.2f}"
+        title = f"  {name}: {one.codec} {one.setting}".rstrip()
+        run.report.note(title, f"{one.bits_per_value:.3f}", words)
     return rates
 
 
@@ -263,9 +213,11 @@ def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
     parser.add_argument("--speeds", action="store_true", help="measure speeds alone, no quality")
     flags = parser.parse_args(argv)
     report = Report("codecs")
-    with TemporaryDirectory() as name:
-        venvs = flags.venvs.absolute()
-        measure(Run(Path(name), flags.model, venvs, report, sizes or Sizes(), flags.speeds))
+    with (
+        TemporaryDirectory() as folder,
+        Opponents.running(flags.venvs.absolute(), Path(folder)) as opponents,
+    ):
+        measure(Run(opponents, flags.model, report, sizes or Sizes(), flags.speeds))
     report.print(only_json=flags.json)
 
 

@@ -9,9 +9,10 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +21,9 @@ import zstandard
 from numpy.typing import NDArray
 
 from bench.codecs.kv import Bits, Floats, bits_per_value, digest, to_bits, to_floats
-from bench.lib.processes import Asked, asking, make_venv
+from bench.lib.processes import Asked, Command, PeerSkippedError, asking, make_venv
+from bench.lib.traces import TINYLM
 from bench.peers.lmcache import QUIET, TORCH
-
-LMCACHE_CLIENT = Path(__file__).parent / "lmcache_client.py"
-ZIPNN_CLIENT = Path(__file__).parent / "zipnn_client.py"
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,8 +50,9 @@ class TensorFile:
     digest: int
 
     @classmethod
-    def write(cls, path: Path, bits: NDArray[np.uint16]) -> TensorFile:
-        """Write *bits* to *path*, an ``.npy`` file."""
+    def write(cls, folder: Path, bits: NDArray[np.uint16]) -> TensorFile:
+        """Write *bits* to an ``.npy`` file that their digest names."""
+        path = folder / f"{digest(bits):x}.npy"
         np.save(path, bits)
         return cls(path, bits, digest(bits))
 
@@ -61,41 +61,15 @@ class TensorFile:
             raise ValueError(f"{self.path.name}: the opponent read other tensors")
 
 
-Table = Sequence[tuple[int, int]]
-"""Pairs of the first layer of 32 and CacheGen's levels of quantisation from there on."""
-
-
-def bins_of(layers: int, keys: Table, values: Table) -> dict[str, list[int]]:
-    """Return the bins of tables of 32 layers on *layers*, of K and of V."""
-    return {
-        name: [
-            next(bins for start, bins in reversed(table) if 32 * layer >= start * layers)
-            for layer in range(layers)
-        ]
-        for name, table in (("key_bins", keys), ("value_bins", values))
-    }
-
-
-CACHEGEN_LEVELS: dict[str, tuple[Table, Table]] = {
-    "level 1": ([(0, 16), (20, 12)], [(0, 16), (2, 12)]),
-    "level 2": ([(0, 32), (10, 16)], [(0, 32), (2, 16)]),
-    "level 3": ([(0, 32)], [(0, 32)]),
-}
-"""Those of its artifact, K and V (``QUANT_LEVEL``)."""
+TINYLM_LAYERS: int = json.loads((TINYLM / "config.json").read_text())["num_hidden_layers"]
 
 
 @dataclass(frozen=True, slots=True)
 class LMCacheCodecs:
-    """LMCache's serializers in a running client, for *model*, a folder with its config."""
+    """LMCache's serializers in a running client, told that they serve tinylm."""
 
     asked: Asked
     folder: Path
-    model: Path
-
-    def knows(self, layers: int) -> bool:
-        """Whether ``model`` has that many layers, so that LMCache's own bins fit."""
-        config = json.loads((self.model / "config.json").read_text())
-        return bool(config["num_hidden_layers"] == layers)
 
     def coded(self, codec: str, setting: str, tensors: TensorFile, **request: Any) -> Coded:
         decoded = self.folder / "decoded.npy"
@@ -104,39 +78,55 @@ class LMCacheCodecs:
         found = np.load(decoded, allow_pickle=False)
         return Coded(f"lmcache {codec}", setting, bits, found)
 
-    def time_cachegen(self, tensors: TensorFile, bins: dict[str, list[int]]) -> Speed:
-        """Return what one encode and one decode of the only window took, in one thread."""
-        answer = self._ask("time_cachegen", tensors, **bins)
+    def time_cachegen(self, tensors: TensorFile) -> Speed:
+        """Return what one encode and one decode of the only window took, in one thread.
+
+        With 32 bins in all layers, the finest level of its artifact.
+        """
+        bins = [32] * tensors.bits.shape[1]
+        answer = self._ask("time_cachegen", tensors, bins=bins)
         return Speed(answer["encode_s"], answer["decode_s"])
 
     def _ask(self, do: str, tensors: TensorFile, **request: Any) -> dict[str, float]:
         named = {"do": do, "tensors": str(tensors.path), "tokens": tensors.bits.shape[3]}
-        answer = self.asked.ask(json.dumps({**named, "model": str(self.model), **request}))
+        answer = self.asked.ask(json.dumps({**named, "model": str(TINYLM), **request}))
         tensors.check(answer)
         return answer
 
 
-@contextmanager
-def lmcache_codecs(venvs: Path, folder: Path, model: Path) -> Iterator[LMCacheCodecs]:
-    """Run LMCache's codecs until the block ends. Raises PeerSkippedError."""
-    python = make_venv(venvs, "lmcache", TORCH)
-    command = [*QUIET, str(python), "-P", str(LMCACHE_CLIENT)]
-    with asking(command, folder / "lmcache-codecs.log") as asked:
-        yield LMCacheCodecs(asked, folder, model)
+@dataclass(frozen=True, slots=True)
+class Opponents:
+    """LMCache's codecs and what times ZipNN, each running, or why it cannot be had."""
+
+    folder: Path
+    lmcache: LMCacheCodecs | str
+    zipnn: Callable[[TensorFile], Speed] | str
+
+    @classmethod
+    @contextmanager
+    def running(cls, venvs: Path, folder: Path) -> Iterator[Opponents]:
+        with ExitStack() as stack:
+
+            def start(name: str) -> Asked | str:
+                try:
+                    client = Path(__file__).with_name(f"{name}_client.py")
+                    command: Command = [*QUIET, make_venv(venvs, name, TORCH), "-P", client]
+                    return stack.enter_context(asking(command, folder / f"{name}.log"))
+                except PeerSkippedError as error:
+                    return str(error)
+
+            lmcache, zipnn = start("lmcache"), start("zipnn")
+            yield cls(
+                folder,
+                lmcache if isinstance(lmcache, str) else LMCacheCodecs(lmcache, folder),
+                zipnn if isinstance(zipnn, str) else partial(_zipnn_time, zipnn),
+            )
 
 
-@contextmanager
-def zipnn_coder(venvs: Path, folder: Path) -> Iterator[Callable[[TensorFile], Speed]]:
-    """Run ZipNN until the block ends; yield what times it. Raises PeerSkippedError."""
-    python = make_venv(venvs, "zipnn", TORCH)
-    with asking([python, "-P", ZIPNN_CLIENT], folder / "zipnn.log") as asked:
-
-        def time_(tensors: TensorFile) -> Speed:
-            answer = asked.ask(str(tensors.path))
-            tensors.check(answer)
-            return Speed(answer["encode_s"], answer["decode_s"])
-
-        yield time_
+def _zipnn_time(asked: Asked, tensors: TensorFile) -> Speed:
+    answer = asked.ask(str(tensors.path))
+    tensors.check(answer)
+    return Speed(answer["encode_s"], answer["decode_s"])
 
 
 AIBRIX_LEVEL = 3

@@ -11,11 +11,15 @@ from typing import Any, TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
+from kvstore.codecs.speed import HEAD_DIM, make_sample
+from kvstore.proto.types import RopeParameters
+
 Bits: TypeAlias = NDArray[np.uint16]
 """bfloat16 as its bits: (windows, layers, 2, tokens, kv_heads, head_dim), K and then V."""
 Floats: TypeAlias = NDArray[np.float32]
 
-ROPE_THETA = 500000.0
+ROPE = RopeParameters(500_000.0, HEAD_DIM)
+"""Of the made-up KV."""
 
 
 def to_floats(bits: NDArray[Any]) -> Floats:
@@ -33,104 +37,25 @@ def digest(bits: NDArray[Any]) -> int:
     return int.from_bytes(sha256(np.ascontiguousarray(bits).tobytes()).digest()[:6], "big")
 
 
-@dataclass(frozen=True, slots=True)
-class Extent:
-    windows: int = 1
-    layers: int = 8
-    tokens: int = 256
-    kv_heads: int = 8
-    head_dim: int = 128
-
-
-def make_synthetic(extent: Extent, seed: int) -> Bits:
-    """Return KV whose statistics are invented after those reported of large models.
-
-    Keys have a mean and a spread of their own in each channel, four channels of each head with
-    means many times the rest (KIVI, section 3; massive in the slow half of the rotary pairs),
-    neighbouring tokens alike, a first token that differs, and are rotated as Llama's. Values
-    have no outlier channels but tokens of unequal size. For plumbing and speed; it says nothing
-    of how well a model answers.
-    """
-    rng = np.random.default_rng(seed)
-    windows, layers, tokens = extent.windows, extent.layers, extent.tokens
-    channels = (extent.kv_heads, extent.head_dim)
-    shape = (windows, layers, tokens, *channels)
-    means = 0.5 * rng.standard_normal((1, layers, 1, *channels), np.float32)
-    spread = 0.9 * np.exp(0.35 * rng.standard_normal(means.shape, np.float32))
-    outliers = _slow_channels(rng, (layers, extent.kv_heads), extent.head_dim)
-    sizes = rng.uniform(4, 12, outliers.shape) * rng.choice([-1, 1], outliers.shape)
-    np.put_along_axis(means[0, :, 0], outliers, sizes.astype(np.float32), -1)
-    keys = _drifting(rng, shape, 0.5) * spread + means
-    keys[:, :, 0] *= 1.3
-    grow = np.linspace(0.1, 0.8, layers, dtype=np.float32)[None, :, None, None, None]
-    values = _drifting(rng, shape, 0.2) * grow
-    values *= np.exp(0.4 * rng.standard_normal((1, layers, 1, *channels), np.float32))
-    values *= np.exp(0.3 * rng.standard_normal((windows, layers, tokens, 1, 1), np.float32))
-    values[:, :, 0] *= 0.05
-    return to_bits(np.stack([rotate(keys), values], 2))
-
-
-def _slow_channels(
-    rng: np.random.Generator, heads: tuple[int, int], head_dim: int
-) -> NDArray[np.int64]:
-    """Return four channels of each head, in the half of the rotary pairs that turns slowly."""
-    pairs = np.arange(head_dim // 4, head_dim // 2)
-    slow = np.concatenate([pairs, pairs + head_dim // 2])
-    order = rng.random((*heads, len(slow))).argsort(-1)[..., :4]
-    chosen: NDArray[np.int64] = slow[order]
-    return chosen
-
-
-def _drifting(rng: np.random.Generator, shape: tuple[int, ...], keep: float) -> Floats:
-    """Return unit noise whose neighbouring tokens, axis 2, correlate by *keep*."""
-    noise = rng.standard_normal(shape, np.float32)
-    fresh = np.float32((1 - keep * keep) ** 0.5)
-    for token in range(1, shape[2]):
-        noise[:, :, token] = keep * noise[:, :, token - 1] + fresh * noise[:, :, token]
-    return noise
-
-
-def rotate(keys: Floats, theta: float = ROPE_THETA) -> Floats:
-    """Return *keys*, (..., tokens, kv_heads, head_dim), rotated to positions from 0 on."""
-    tokens, _, head_dim = keys.shape[-3:]
-    speeds = theta ** (-np.arange(0, head_dim, 2, dtype=np.float64) / head_dim)
-    angles = np.arange(tokens)[:, None, None] * speeds
-    cos, sin = np.cos(angles).astype(np.float32), np.sin(angles).astype(np.float32)
-    a, b = np.split(keys, 2, -1)
-    return np.concatenate([a * cos - b * sin, b * cos + a * sin], -1)
-
-
-@dataclass(frozen=True, slots=True)
-class Quality:
-    """What a decoded prefix does to the text behind it.
-
-    ``kl``: nats a token. ``greedy_match``: the share of greedy tokens that stay.
-    """
-
-    kl: float
-    greedy_match: float
+def synthetic() -> Bits:
+    """Return eight layers of made-up KV, one window: it says nothing of a model's answers."""
+    layers = [np.stack(layer) for seed in range(4) for layer in make_sample(seed).tensors[0]]
+    return np.ascontiguousarray(np.stack(layers).transpose(0, 1, 3, 2, 4)[None])
 
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """One codec at one setting on one set of tensors.
+    """One codec at one setting on one model.
 
-    ``facts``: the share of facts told in a prompt that are answered right; None where none are.
+    ``kl``: what its decoded prefix does to the text behind it, in nats a token. ``facts``: the
+    share of facts told in a prefix that are answered right.
     """
 
     codec: str
     setting: str
     bits_per_value: float
-    quality: Quality
-    facts: float | None = None
-
-    def __post_init__(self) -> None:
-        if not 0 < self.bits_per_value < math.inf:
-            raise ValueError(f"bits_per_value: {self.bits_per_value}: must be positive")
-
-    @property
-    def rate(self) -> Rate:
-        return self.bits_per_value, self.quality.kl
+    kl: float
+    facts: float = 0.0
 
 
 Rate = tuple[float, float]
@@ -159,25 +84,22 @@ def bits_at(curve: Sequence[Rate], error: float) -> float | None:
 
     None where the curve does not reach: nothing is extrapolated.
     """
-    points = frontier(curve)
-    if not points or not points[-1][1] <= error <= points[0][1]:
-        return None
-    logs = [math.log(found) for _, found in reversed(points)]
-    bits = [found for found, _ in reversed(points)]
-    return float(np.interp(math.log(error), logs, bits))
+    return _between(-math.log(error), *reversed(_scales(curve)))
 
 
 def error_at(curve: Sequence[Rate], bits: float) -> float | None:
     """Return the error of *curve* at *bits*, the reverse of ``bits_at``."""
+    found = _between(bits, *_scales(curve))
+    return None if found is None else math.exp(-found)
+
+
+def _scales(curve: Sequence[Rate]) -> tuple[list[float], list[float]]:
+    """Return the bits of the frontier and the -log of its errors: both grow."""
     points = frontier(curve)
-    if not points or not points[0][0] <= bits <= points[-1][0]:
+    return [bits for bits, _ in points], [-math.log(error) for _, error in points]
+
+
+def _between(at: float, scale: list[float], values: list[float]) -> float | None:
+    if not scale or not scale[0] <= at <= scale[-1]:
         return None
-    rates = [rate for rate, _ in points]
-    logs = [math.log(error) for _, error in points]
-    return math.exp(float(np.interp(bits, rates, logs)))
-
-
-def ratio_at(ours: Sequence[Rate], theirs: Rate) -> float | None:
-    """Return our bytes over theirs at the error that *theirs* has; None where ours end before."""
-    bits = bits_at(ours, theirs[1])
-    return None if bits is None else bits / theirs[0]
+    return float(np.interp(at, scale, values))

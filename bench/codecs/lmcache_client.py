@@ -54,10 +54,9 @@ def cachegen(request: Request) -> tuple[CacheGenSerializer, CacheGenDeserializer
         CacheGenSerializer(config, metadata),
         CacheGenDeserializer(config, metadata, torch.bfloat16),
     )
-    if "key_bins" in request:
+    if "bins" in request:
         for side in sides:
-            side.key_bins = torch.tensor(request["key_bins"], dtype=torch.float32)
-            side.value_bins = torch.tensor(request["value_bins"], dtype=torch.float32)
+            side.key_bins = side.value_bins = torch.tensor(request["bins"], dtype=torch.float32)
     return sides
 
 
@@ -91,10 +90,7 @@ def measure_cachegen(request: Request) -> Answer:
     encoder, decoder = cachegen(request)
     stored = [encoder.to_bytes(window) for window in kv]
     save(request, [decoder.from_bytes(data) for data in stored])
-    return {
-        "digest": digest(kv),
-        "stored_bytes": sum(map(payload_bytes, stored)),
-    }
+    return {"digest": digest(kv), "stored_bytes": sum(map(payload_bytes, stored))}
 
 
 def time_cachegen(request: Request) -> Answer:
@@ -107,11 +103,7 @@ def time_cachegen(request: Request) -> Answer:
     encoder, decoder = cachegen(request)
     stored, encode_s = timed(lambda: encoder.to_bytes(kv))
     _, decode_s = timed(lambda: decoder.from_bytes(stored))
-    return {
-        "digest": digest(kv),
-        "encode_s": encode_s,
-        "decode_s": decode_s,
-    }
+    return {"digest": digest(kv), "encode_s": encode_s, "decode_s": decode_s}
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
@@ -166,8 +158,6 @@ def turbo_keys(
     centroids: torch.Tensor,
 ) -> torch.Tensor:
     """Return *keys*, (..., head_dim), after ``_tq_fused_store_mse`` and ``_tq_full_dequant_kv``."""
-    if config.key_fp8:
-        return keys.to(torch.float8_e4m3fn).half().float()
     norms = keys.norm(dim=-1, keepdim=True)
     rotated = (keys / (norms + 1e-8)) @ rotation
     found = centroids[torch.bucketize(rotated, midpoints, right=True)]

@@ -1,4 +1,4 @@
-"""What a decoded prefix does to a trained model: divergence, greedy tokens, facts."""
+"""What a decoded prefix does to a trained model: divergence, and facts that it still tells."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor
-from torch.nn.functional import log_softmax
 from torch.nn.utils.rnn import pad_sequence
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 from transformers.utils.logging import disable_progress_bar
 
-from bench.codecs.kv import Bits, Quality, to_bits, to_floats
+from bench.codecs.kv import Bits, to_bits, to_floats
 from bench.codecs.texts import Context, Lengths, contexts, windows
 from bench.lib.traces import TINYLM
+from kvstore.client.blend.gate import compare
 from kvstore.client.engines.transformers.cache import CacheShape, as_argument, notes_of
 from kvstore.client.engines.transformers.generation import noting_attention
 from kvstore.proto.types import RopeParameters
@@ -46,8 +46,7 @@ class PrefixModel:
             told = torch.tensor([c.prefix for c in self._contexts])
             self.told_bits, self.told_importance = self._prefill(told), self._weighed(told)
             self.importance = self._weighed(self._tokens[:, : measured.prefix])
-            cache = self._cache(self.bits)
-            self._wanted = self._log_probabilities(cache), self._greedy(self.bits)
+            self._wanted = self._logits(self.bits)
 
     @property
     def rope(self) -> RopeParameters:
@@ -62,11 +61,10 @@ class PrefixModel:
         return self._prefill(tokens[:, : self._lengths.prefix])
 
     @torch.no_grad()
-    def score(self, decoded: Bits) -> Quality:
-        """Return what *decoded* in the place of ``bits`` changes."""
-        wanted, greedy = self._wanted
-        kl = kl_per_token(wanted, self._log_probabilities(self._cache(decoded)))
-        return Quality(kl, float((self._greedy(decoded) == greedy).double().mean()))
+    def score(self, decoded: Bits) -> float:
+        """Return the KL a token of the text behind *decoded* in the place of ``bits``."""
+        pairs = zip(self._wanted, self._logits(decoded), strict=True)
+        return float(np.mean([compare(wanted, found).divergence for wanted, found in pairs]))
 
     @torch.no_grad()
     def answered(self, decoded: Bits) -> float:
@@ -74,12 +72,8 @@ class PrefixModel:
 
         *decoded* stands in the place of ``told_bits``.
         """
-        right = [
-            hit
-            for bits, context in zip(decoded, self._contexts, strict=True)
-            for hit in self._answers(bits, context)
-        ]
-        return sum(right) / len(right)
+        found = zip(decoded, self._contexts, strict=True)
+        return float(np.mean([hit for bits, one in found for hit in self._answers(bits, one)]))
 
     def _answers(self, bits: Bits, context: Context) -> list[bool]:
         """Return for each question whether every token of its answer is the likeliest.
@@ -127,28 +121,7 @@ class PrefixModel:
             cache.update(kv[:, layer, 0].contiguous(), kv[:, layer, 1].contiguous(), layer)
         return cache
 
-    def _log_probabilities(self, cache: DynamicCache) -> Tensor:
+    def _logits(self, bits: Bits) -> Tensor:
         rest = self._tokens[:, self._lengths.prefix :]
-        return log_softmax(self._model(rest, **as_argument(cache)).logits, -1)
-
-    def _greedy(self, bits: Bits) -> Tensor:
-        cache = self._cache(bits)
-        token = self._tokens[:, self._lengths.prefix, None]
-        found = []
-        for _ in range(self._lengths.greedy):
-            token = self._model(token, **as_argument(cache)).logits[:, -1:].argmax(-1)
-            found.append(token)
-        return torch.cat(found, 1)
-
-
-def kl_per_token(wanted: Tensor, found: Tensor) -> float:
-    """Return the mean over tokens of KL(wanted || found), in nats.
-
-    Both are log-probabilities, (windows, tokens, vocabulary). Summed in float64: what 8 bits
-    change is a millionth of a nat.
-    """
-    windows = [
-        (p.double().exp() * (p.double() - q.double())).sum(-1).mean()
-        for p, q in zip(wanted, found, strict=True)
-    ]
-    return max(0.0, float(torch.stack(windows).mean()))
+        logits: Tensor = self._model(rest, **as_argument(self._cache(bits))).logits
+        return logits

@@ -28,16 +28,14 @@ QUESTION = "\n\nQuestion: What is the code of the {owner}?\nAnswer: The code of 
 class Lengths:
     """How much text one model is measured on.
 
-    ``windows`` texts of a stored ``prefix`` and the ``rest`` that is scored, of which ``greedy``
-    tokens are generated; ``calibrate`` texts fit tables; ``contexts`` prefixes of ``told`` tokens
-    tell facts.
+    ``windows`` texts of a stored ``prefix`` and the ``rest`` that is scored; ``calibrate`` texts
+    fit tables; ``contexts`` prefixes of ``told`` tokens tell facts.
     """
 
     windows: int = 16
     calibrate: int = 8
     prefix: int = 256
     rest: int = 256
-    greedy: int = 64
     contexts: int = 32
     told: int = 512
 

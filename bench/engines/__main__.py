@@ -8,12 +8,11 @@ more here than anywhere else.
 
 from __future__ import annotations
 
-import random
 import tempfile
 import time
 from collections import Counter
 from collections.abc import Sequence
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from itertools import cycle, islice
 from pathlib import Path
@@ -24,7 +23,6 @@ from bench.engines.hangs import DEAD_KEYS, HANG_KEYS, measure_dead_server, measu
 from bench.engines.sides import (
     CHUNK_TOKENS,
     LMCACHE,
-    MOST_TOKENS,
     OFFLOAD,
     OURS,
     PLAIN,
@@ -38,15 +36,15 @@ from bench.engines.sides import (
     turns,
 )
 from bench.lib.processes import PeerSkippedError
-from bench.lib.report import Report, parser_of
+from bench.lib.report import Report, median_of, parser_of
 from bench.lib.vllm import PYTHON, make_model
 
 WARM_UP = 2
 """Rounds that do not count: first requests wait for what is made once."""
 FEWEST = 4
 """Rounds of which there is a median."""
-NEW, TURN, AGAIN = "new", "turn", "again"
-"""A prompt that nobody knows; one whose beginning is stored; one of which all is stored."""
+NEW, AGAIN = "new", "again"
+"""A prompt that nobody knows; one of which all is stored."""
 MODEL_SCALE = 2
 ROUNDS, TURNS_S = 40, 150.0
 """Of prompts alone, as many as the seconds allow."""
@@ -56,8 +54,6 @@ PAIRS, PAIRS_S = 120, 100.0
 """Of prompts that nobody knows, with our store and without."""
 BATCHES_S, BATCHES_ALONE_S = 130.0, 240.0
 BATCH, BATCH_TOKENS, GENERATED = 8, 512, 32
-PEER_ROUNDS = 4 + WARM_UP
-"""Rounds, the first ones, that have peers and hits in them: only what storing costs is a key."""
 _MOST_ROUNDS, _MANY = 1000, 1 << 12
 """The latter: more than there are rounds."""
 STORE_KEY = "store_overhead"
@@ -70,24 +66,12 @@ Bounds: TypeAlias = tuple[int, int]
 """At least, and at most."""
 Kind: TypeAlias = tuple[str, str]
 """A contestant, and the kind of request."""
-_DRAWS, _SEED, _TAIL = 1000, 20_26, 0.025
 
 
 def in_turn(sides: Sequence[Side], number: int) -> Sequence[Side]:
     """Return *sides* in an order whose first changes with *number*: no one profits from another."""
     first = number % len(sides)
     return [*sides[first:], *sides[:first]]
-
-
-def interval(found: Sequence[float]) -> tuple[float, float]:
-    """Return between what the median lies with 95 %, by drawing as many again and again.
-
-    Efron, Bootstrap methods: another look at the jackknife, 1979, section 2; percentiles.
-    """
-    draw = random.Random(_SEED)
-    medians = sorted(median(draw.choices(found, k=len(found))) for _ in range(_DRAWS))
-    at = round(_TAIL * _DRAWS)
-    return medians[at], medians[-1 - at]
 
 
 @dataclass(slots=True)
@@ -109,8 +93,8 @@ class Samples:
     def ask(
         self, sides: Sequence[Side], kind: str, number: int,
         asked: Sequence[Prompt], wanted: Bounds, generated: int = 1,
-    ) -> list[list[int]]:  # fmt: skip
-        """Have all *sides* answer the same, then forget what they cached; return the first's."""
+    ) -> None:  # fmt: skip
+        """Have all *sides* answer the same, then forget what they cached."""
         answers = []
         for side in in_turn(sides, number):
             taken = side.ask(asked, generated)
@@ -118,7 +102,6 @@ class Samples:
             answers.append(taken.tokens)
             side.fresh()
         self.is_same &= all(one == answers[0] for one in answers)
-        return answers[0]
 
     def ratios(self, ours: Kind, theirs: Kind) -> list[float]:
         """Return the ratio of each round that has both: what is slow for a while is slow for both.
@@ -143,40 +126,23 @@ class Samples:
             report.skip([key], str(error))
             return
         base = key.endswith("overhead")
-        report.add(key, median(ratios) - base, self.ms(ours), self.ms(theirs))
-        low, high = (one - base for one in interval(ratios))
+        middle, low, high = (one - base for one in median_of(ratios))
+        report.add(key, middle, self.ms(ours), self.ms(theirs))
         words = f"with 95 % of what {len(ratios)} rounds might have been"
         report.note(f"  {key}", f"{low:.3f} to {high:.3f}", words)
 
-    def note(self, report: Report, ours: Kind, theirs: Kind) -> None:
-        with suppress(PeerSkippedError):
-            value = f"{median(self.ratios(ours, theirs)):.3f}"
-            report.note(f"  {ours[1]}, {ours[0]}", value, f"{self.ms(ours)}, {self.ms(theirs)}")
-
 
 def measure_batches(report: Report, sides: Sequence[Side], seconds: float) -> bool:
-    """Several prompts at once: what storing takes of the throughput, and what hits give to it.
-
-    *sides* begin with the one without a store and ours; the others take part in a few rounds.
-    Return whether all tokens were the same.
+    """Several prompts at once that nobody knows, without a store and with ours: what storing takes
+    of the throughput. Return whether all tokens were the same.
     """
     samples, prompts, began = Samples(), cycle(chats(BATCH_TOKENS)), time.monotonic()
     for number in range(_MOST_ROUNDS):
         batch = [tokens(one, number) for one in islice(prompts, BATCH)]
-        most = len(sides) if number < PEER_ROUNDS else 2
-        computed = samples.ask(sides[:most], NEW, number, batch, (0, 0), GENERATED)
-        if number < PEER_ROUNDS:
-            stored = min(map(len, batch)) // CHUNK_TOKENS * CHUNK_TOKENS - CHUNK_TOKENS
-            stores = [side for side in sides if side.has_store]
-            bounds = (stored, MOST_TOKENS)
-            again = samples.ask(stores, AGAIN, number, batch, bounds, GENERATED)
-            samples.is_same &= again == computed
+        samples.ask(sides, NEW, number, batch, (0, 0), GENERATED)
         if time.monotonic() - began > seconds:
             break
     samples.add(report, STORE_KEY, (OURS, NEW), (PLAIN, NEW))
-    for side in sides[1:]:
-        for kind in (NEW, AGAIN):
-            samples.note(report, (side.name, kind), (PLAIN, NEW))
     return samples.is_same
 
 
@@ -191,7 +157,7 @@ def one_turn(samples: Samples, sides: Sequence[Side], turn: Turn, number: int) -
     shared = turn.history_tokens // CHUNK_TOKENS * CHUNK_TOKENS
     stored, bounds = prompt[: whole + 1], (whole - CHUNK_TOKENS, whole)
     samples.ask(sides, NEW, number, [earlier], (0, 0))
-    samples.ask(sides, f"{TURN} {turn.kind}", number, [prompt], (shared - CHUNK_TOKENS, whole))
+    samples.ask(sides, "turn", number, [prompt], (shared - CHUNK_TOKENS, whole))
     samples.ask(sides, AGAIN, number, [stored], bounds)
     stores = [side for side in sides if side.has_store]
     for again in range(1, HITS if number >= WARM_UP else 1):
@@ -223,8 +189,6 @@ def measure_turns(report: Report, sides: Sequence[Side]) -> bool:
     for key, theirs in zip(KEYS[1:4], (PLAIN, LMCACHE, OFFLOAD), strict=True):
         samples.add(report, key, (OURS, AGAIN), (theirs, AGAIN))
     for side in sides[1:]:
-        for kind in (NEW, f"{TURN} chat", f"{TURN} document", AGAIN):
-            samples.note(report, (side.name, kind), (PLAIN, kind))
         report.note(f"  lost hits, {side.name}", str(samples.lost[side.name]), "")
     return samples.is_same
 
@@ -239,7 +203,7 @@ def measure_stores(report: Report, plain: Side, starts: Field) -> bool:
         report.note("  LMCache", "skipped", str(error))
     is_same = measure_turns(report, sides)
     is_same &= measure_misses(report, sides[:2])
-    return measure_batches(report, sides, BATCHES_S) and is_same
+    return measure_batches(report, sides[:2], BATCHES_S) and is_same
 
 
 def measure(report: Report, folder: Path) -> None:

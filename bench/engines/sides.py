@@ -34,7 +34,6 @@ _ROUND = 1 << 20
 class Turn:
     """A request that begins with what an earlier one left behind: *history*, then *rest*."""
 
-    kind: str
     history: tuple[Segment, ...]
     earlier: tuple[Segment, ...]
     """What came behind the history in the earlier request; of a chat nothing."""
@@ -79,7 +78,7 @@ def _fits(line: SegmentLine) -> bool:
 def _chat_turns() -> list[Turn]:
     """Turns of chats: all that was said before, answers included, then what is said now."""
     fit = [line for line in read_segments(CHATS) if line.turn and _fits(line)]
-    return [Turn("chat", line.inputs[:-1], (), line.inputs[-1:]) for line in fit]
+    return [Turn(line.inputs[:-1], (), line.inputs[-1:]) for line in fit]
 
 
 def _document_turns() -> list[Turn]:
@@ -90,7 +89,7 @@ def _document_turns() -> list[Turn]:
         if len(line.inputs) != 3 or not _fits(line):
             continue
         if (before := asked.get(document)) is not None:
-            found.append(Turn("document", document, before.inputs[2:], line.inputs[2:]))
+            found.append(Turn(document, before.inputs[2:], line.inputs[2:]))
         asked[document] = line
     return found
 

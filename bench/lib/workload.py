@@ -6,7 +6,7 @@ import shutil
 import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -85,8 +85,7 @@ def rooms(model: Model, count: int) -> list[Any]:
 
 def make_chunks(client: Client, count: int, seed: int) -> tuple[list[ChunkKey], list[Chunk]]:
     """Return *count* chained chunks of bf16 noise, each with memory of its own."""
-    rng = np.random.default_rng(seed)
-    keys = client.keys(rng.integers(0, 1 << 31, 256 * count).tolist())
+    keys, rng = keys_of(client, count, seed), np.random.default_rng(seed)
     tensors = rooms(client.model, count)
     for part in arrays(tensors):
         part[...] = rng.standard_normal(part.shape, np.float32).view(np.uint32) >> 16
@@ -120,16 +119,15 @@ def check(chunks: Sequence[Chunk], out: Sequence[LayerTensors]) -> None:
 
 
 @contextmanager
-def redis_server(folder: Path | None = None) -> Iterator[int]:
+def redis_server() -> Iterator[int]:
     """Run a Redis of our own; yield its port."""
     program, port = shutil.which("redis-server"), free_port()
     if program is None:
         raise SystemExit("redis-server is not installed; `make test` installs it")
-    with ExitStack() as stack:
-        folder = folder or Path(stack.enter_context(TemporaryDirectory()))
-        flags = ("--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(folder))
-        stack.enter_context(serving_peer([program, *flags], [port], folder / "redis.log"))
-        yield port
+    with TemporaryDirectory() as folder:
+        flags = ("--port", str(port), "--save", "", "--appendonly", "no", "--dir", folder)
+        with serving_peer([program, *flags], [port], Path(folder) / "redis.log"):
+            yield port
 
 
 _LINK = """
@@ -160,10 +158,9 @@ def loading(tier: Tier, loads: Sequence[Load]) -> Iterator[Callable[[], None]]:
 
     In rows where the tier wants them so. All are asked for at once.
     """
-    is_batched = tier.batch_key(loads[0][0].key) is not None
-    at_once = LOADS_AT_ONCE.get(tier.name, 1)
-    threads = batch_parallelism()[f"load-{tier.name}"] if is_batched else at_once
-    length = MAX_BATCH if is_batched else 1
+    threads, length = LOADS_AT_ONCE.get(tier.name, 1), 1
+    if tier.batch_key(loads[0][0].key) is not None:
+        threads, length = batch_parallelism()[f"load-{tier.name}"], MAX_BATCH
     rows = [loads[at : at + length] for at in range(0, len(loads), length)]
     with ThreadPoolExecutor(threads) as pool:
 

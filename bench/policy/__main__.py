@@ -2,7 +2,7 @@
 
 Blocks hit are shares of those asked for; differences are in points of 100. Replays have no
 server and no bytes, and hit the same whenever they run; times are those of one busy process.
-``--learn`` prints the lines of server/eviction/states/prior.txt instead.
+``--learn`` prints the lines of prior.txt instead.
 """
 
 from __future__ import annotations
@@ -18,24 +18,13 @@ from numpy.typing import NDArray
 from bench.lib import TRACES
 from bench.lib.report import Report, parser_of
 from bench.lib.traces import read_blocks
-from bench.policy.hybrid import add_hybrid, learn_prior, make_states
+from bench.policy.hybrid import add_hybrid, learn_prior, state_bytes_per_node
 from bench.policy.tiers import compare_writes
-from kvstore.cli.simulate import (
-    BlockLine,
-    BlockReplay,
-    BlockTrace,
-    Outcome,
-    Terms,
-    make_blocks,
-    read_trace,
-    replay_blocks,
-)
+from kvstore.cli.simulate import BlockReplay, BlockTrace, Outcome, Terms, replay_blocks
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.hit_density import HitDensityEviction
 from kvstore.server.eviction.policy import EvictionPolicy, make_policy
-from kvstore.server.eviction.states.cache import StateCache
-from kvstore.server.eviction.states.tree import HYBRID_7B
 
 CONVERSATION = "mooncake_conversation_trace"
 BARS = {"1%": 0.100, "5%": 0.224, "10%": 0.293, "25%": 0.354}
@@ -45,18 +34,9 @@ COSTS_SIZE = "5%"
 HINTS_SHARE = 0.05
 DISCARD, KEEP = 1, 2
 MEMORY_CHUNKS = 100_000
-STATE_PROMPTS = 5_000
-"""Each ends in a node of its own, and half of them part from the one before in another."""
 
 _HINT_SEED = 5
-_TOKEN_BYTES = 4
-_STATE_PROMPT_TOKENS = 24
 _PROMPT_CHUNKS = 16
-
-
-def block_lines(trace: str = CONVERSATION) -> list[BlockLine]:
-    lines = read_trace(TRACES / f"{trace}.jsonl")
-    return [line for line in lines if isinstance(line, BlockLine)]
 
 
 def replay(trace: str, size: str, policy: str) -> Outcome:
@@ -86,40 +66,37 @@ def add_hints(report: Report) -> None:
     The hint says of each prompt whether any of its blocks but the first, which all share, is
     asked for later; it is flipped for a share of the prompts.
     """
-    requests = block_lines()
-    none = second_half(requests, None)
-    useless = second_half(requests, flipped(requests, 0.5))
-    right = second_half(requests, flipped(requests, 0.1))
+    trace = read_blocks(CONVERSATION)
+    none = second_half(trace, None)
+    useless = second_half(trace, flipped(trace, 0.5))
+    right = second_half(trace, flipped(trace, 0.1))
     report.add("hint_90_5pct", right, "blocks hit, 5%, second half", "at least 0.319")
     report.add("hint_none", none, "the same without a hint")
     report.add("hint_50_cost", 100 * (none - useless), "points lost", "at most 1")
 
 
-def flipped(requests: Sequence[BlockLine], wrong: float) -> NDArray[np.bool_]:
+def flipped(trace: BlockTrace, wrong: float) -> NDArray[np.bool_]:
     """Return for each prompt whether it is used again, flipped for a share *wrong* of them."""
     later: set[int] = set()
-    used = np.zeros(len(requests), np.bool_)
-    for at in range(len(requests) - 1, -1, -1):
-        blocks = requests[at].block_ids
-        used[at] = any(block in later for block in blocks[1:] or blocks)
-        later.update(blocks)
-    return used ^ (np.random.default_rng(_HINT_SEED).random(len(requests)) < wrong)
+    used = np.zeros(len(trace.requests), np.bool_)
+    for at, one in reversed(list(enumerate(trace.requests))):
+        used[at] = any(block in later for block in one.chain[1:] or one.chain)
+        later.update(one.chain)
+    return used ^ (np.random.default_rng(_HINT_SEED).random(len(used)) < wrong)
 
 
-def second_half(requests: list[BlockLine], keeps: NDArray[np.bool_] | None) -> float:
+def second_half(trace: BlockTrace, keeps: NDArray[np.bool_] | None) -> float:
     """Return the share of blocks hit once the first half has taught how far to trust the hint."""
-    trace = make_blocks(requests)
     history = AccessHistory(trace.block_tokens)
     places = int(HINTS_SHARE * trace.blocks)
     cache = BlockReplay(HitDensityEviction(history), history, places)
     blocks = hits = 0
-    for at, request in enumerate(requests):
-        if at == len(requests) // 2:
+    for at, one in enumerate(trace.requests):
+        if at == len(trace.requests) // 2:
             blocks, hits = cache.blocks, cache.hit_blocks
         reuse = 0 if keeps is None else KEEP if keeps[at] else DISCARD
-        full = request.input_tokens % request.block_tokens == 0
-        facts = InsertInfo(full, reuse=reuse, prompt_chunks=len(request.block_ids))
-        cache.request(trace.requests[at].chain, request.time_s, facts)
+        facts = InsertInfo(one.is_full, reuse=reuse, prompt_chunks=len(one.chain))
+        cache.request(one.chain, one.time_s, facts)
     return (cache.hit_blocks - hits) / (cache.blocks - blocks)
 
 
@@ -180,31 +157,6 @@ def bytes_per_node(policy: str) -> float:
         tracemalloc.stop()
 
 
-def state_bytes_per_node(policy: str, held: bool) -> float:
-    """Return Python's memory for each node of a cache of states, all with a state or almost none.
-
-    What is remembered of evicted ones is in it, and what the rank knows. Left out are the token
-    ids of edges, four bytes each: they are what a node stands for, as the key of a chunk is.
-    """
-    model, each = HYBRID_7B, _STATE_PROMPT_TOKENS * HYBRID_7B.kv_bytes_per_token
-    states = 2 * STATE_PROMPTS if held else STATE_PROMPTS // 20
-    make_states(policy, model, 0)  # what is imported for it
-    rng = np.random.default_rng(1)
-    tracemalloc.start()
-    try:
-        before = tracemalloc.get_traced_memory()[0]
-        cache = make_states(policy, model, states * (model.state_bytes + each))
-        assert isinstance(cache, StateCache)
-        for at in range(STATE_PROMPTS):
-            tokens = rng.integers(0, 32_000, _STATE_PROMPT_TOKENS).astype(np.int32)
-            tokens[:8] = at // 2
-            cache.request(tokens, len(tokens) - 4, float(at))
-        spent = tracemalloc.get_traced_memory()[0] - before
-        return (spent - _TOKEN_BYTES * cache.tree.tokens) / cache.tree.nodes
-    finally:
-        tracemalloc.stop()
-
-
 def add_costs(report: Report, trace: str = CONVERSATION) -> None:
     mean_us, p99_us, count = eviction_us(read_blocks(trace), DEFAULT, COSTS_SIZE)
     where = f"{count} evictions of {DEFAULT}, {trace} at {COSTS_SIZE}: to name and to remove one"
@@ -213,7 +165,7 @@ def add_costs(report: Report, trace: str = CONVERSATION) -> None:
     node_bytes = bytes_per_node(DEFAULT)
     what = f"of {DEFAULT}, with what is remembered"
     report.add("bytes_per_node", node_bytes, what, "at most 200")
-    found = {held: state_bytes_per_node(DEFAULT, held) for held in (True, False)}
+    found = {held: state_bytes_per_node(held=held) for held in (True, False)}
     what = f"of a cache of states, token ids left out; evicted ones {found[False]:.0f}"
     report.add("state_bytes_per_node", max(found.values()), what, "at most 300")
     speeds = {name: replay(trace, COSTS_SIZE, name).requests_per_s for name in (DEFAULT, "lru")}
@@ -225,7 +177,7 @@ PARTS: dict[str, Callable[[Report], None]] = {
     "lru": compare_all,
     "hybrid": add_hybrid,
     "hints": add_hints,
-    "tiers": lambda report: compare_writes(report, block_lines()),
+    "tiers": lambda report: compare_writes(report, read_blocks(CONVERSATION)),
     "costs": add_costs,
 }
 

@@ -1,10 +1,8 @@
 """What a server holds: connections, lookups a second, goodput in overload; and what faults cost.
 
-The callers are threads of one process: on two cores they take about as much of the machine as the
-server, so the figures are of both. Engines on the server's host ask over its Unix socket, those on
-others through gRPC: both are measured. Overload is by gRPC, where whoever reaches the port may ask
-as fast as he can. Such callers are other machines: the server has half of the cores then, at its
-peak and when flooded, and they the rest. What is lost when they share all cores is reported too.
+The callers are threads of one process, so figures are of both sides. Overload is by gRPC, where
+callers are other machines: the server has half of the cores then, and they the rest. What is lost
+when they share all cores is reported too.
 """
 
 from __future__ import annotations
@@ -19,6 +17,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager, suppress
+from functools import partial
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -40,27 +39,16 @@ from kvstore.proto.types import ROOT as FIRST
 from kvstore.proto.types import ChunkInfo, ChunkKey, Component, DType, KVLayout, LayerKind
 from kvstore.tiers.disk import DiskTier, file_bytes_for
 
-IDLE = 1000
-ACTIVE = 64
-KEYS = 32
-STEADY_PER_S = 1000
-STEADY_S = 6.0
-PEAK_CALLERS = 16
+IDLE, ACTIVE, KEYS = 1000, 64, 32
+STEADY_PER_S, STEADY_S = 1000, 6.0
+PEAK_CALLERS, PEAK_S = 16, 4.0
 HEAVY_KEYS = 1024
 """Of a lookup that costs the server far more than its caller."""
-PEAK_S = 4.0
-OVERLOAD = 3
-OVERLOADS = 5
-OVERLOAD_S = 3.0
+OVERLOAD, OVERLOADS, OVERLOAD_S = 3, 5, 3.0
 DEADLINES_S = {"overload_goodput": 1.0, "overload_goodput_half_s": 0.5}
 SHARED_KEY = "overload_goodput_shared"
 """Goodput within a second where the callers take the server's cores from it."""
 SERVICE = "/kvstore.v1.KVStore/"
-_WAYS: dict[TransportName, tuple[str, str]] = {
-    "shm": ("", f"{ACTIVE} Unix sockets beside {IDLE} idle connections"),
-    "grpc": ("grpc_", f"{ACTIVE} gRPC connections beside {IDLE} idle ones"),
-}
-"""What the figures of a transport begin with, and who asks."""
 
 
 class Caller:
@@ -76,18 +64,20 @@ class Caller:
     def _method(self, name: str) -> Any:
         return self._channel.unary_unary(SERVICE + name, None, None)
 
-    def question(self, keys: Sequence[ChunkKey]) -> bytes:
-        digests = b"".join(key[16:] for key in keys)
-        return pb.LookupRequest(session_id=self._session_id, digests=digests).SerializeToString()
+    def prepare(self, keys: Sequence[ChunkKey]) -> None:
+        """Have a lookup of *keys* be what is asked."""
+        request = pb.LookupRequest(session_id=self._session_id)
+        request.digests = b"".join(key[16:] for key in keys)
+        self._question = request.SerializeToString()
 
-    def begin(self, question: bytes, timeout_s: float, done: Callable[[bool], None]) -> None:
+    def begin(self, timeout_s: float, done: Callable[[bool], None]) -> None:
         """Ask; *done* is told whether an answer came in time."""
-        call = self._lookup.future(question, timeout=timeout_s)
+        call = self._lookup.future(self._question, timeout=timeout_s)
         call.add_done_callback(lambda call: done(call.code() is grpc.StatusCode.OK))
 
-    def look_up(self, question: bytes) -> bool:
+    def look_up(self) -> bool:
         """Ask and wait; False for anything but an answer."""
-        return _is_answered(self._lookup, question)
+        return _is_answered(self._lookup, self._question)
 
     def is_alive(self) -> bool:
         """Whether the session still answers."""
@@ -114,42 +104,36 @@ def measure_load(report: Report, _: Path) -> None:
         flags = ["--tiers", "cpu", "--cpu", "256MiB", "--max-sessions", "2048"]
         flags += ["--limits", "session_ttl_ms=600000"]
         address, pid = stack.enter_context(serving(*flags))
-        keys = _stored(address)
+        with connect(address, TINY, transport="grpc") as client:
+            keys, chunks = make_chunks(client, HEAVY_KEYS, seed=1)
+            client.put_chunks(chunks)
         with ThreadPoolExecutor(32) as threads:
             idle = list(threads.map(Caller, [address] * IDLE))
         for one in idle:
             stack.callback(one.close)
         gc.freeze()  # a thousand callers are one process here: their collector stops all of them
         stack.callback(gc.unfreeze)
-        for transport in ("shm", "grpc"):
-            _lookups(report, address, transport, keys[:KEYS])
+        _lookups(report, "", address, "shm", keys[:KEYS])
+        _lookups(report, "grpc_", address, "grpc", keys[:KEYS])
         _overload(report, address, keys, pid)
         alive = sum(one.is_alive() for one in idle)
         report.add("idle_connections", alive, f"sessions that still answer, of {IDLE}", "1000")
 
 
-def _stored(address: str) -> list[ChunkKey]:
-    with connect(address, TINY, transport="grpc") as client:
-        keys, chunks = make_chunks(client, HEAVY_KEYS, seed=1)
-        client.put_chunks(chunks)
-    return keys
-
-
 def _lookups(
-    report: Report, address: str, transport: TransportName, keys: Sequence[ChunkKey]
+    report: Report, prefix: str, address: str, transport: TransportName, keys: Sequence[ChunkKey]
 ) -> None:
     small = {"transport": transport, "staging_bytes": 1 << 20, "copy_threads": 1}
     with ExitStack() as stack:
         clients = [stack.enter_context(connect(address, TINY, **small)) for _ in range(ACTIVE)]
-        asks = [lambda client=client: _is_found(client, keys) for client in clients]
+        asks = [partial(_is_found, client, keys) for client in clients]
         _closed(asks, 1.0)
         times = _steady(asks, STEADY_PER_S, STEADY_S)
         most = _closed(asks, PEAK_S)
-    prefix, shape = _WAYS[transport]
     p99_ms = float(np.percentile(times, 99)) if times else float("nan")
-    text = f"{KEYS} keys, {len(times) / STEADY_S:.0f}/s, {shape}"
+    text = f"{KEYS} keys, {len(times) / STEADY_S:.0f}/s, {ACTIVE} connections beside {IDLE} idle"
     report.add(f"{prefix}lookup_p99_ms", p99_ms, text, "50 at most")
-    report.add(f"{prefix}lookups_per_s", most, f"as fast as answered, {shape}", "1000")
+    report.add(f"{prefix}lookups_per_s", most, "the same, as fast as answered", "1000")
 
 
 def _is_found(client: Client, keys: Sequence[ChunkKey]) -> bool:
@@ -172,26 +156,23 @@ def _steady(asks: Sequence[Callable[[], bool]], per_s: float, length_s: float) -
             if asks[number]():
                 times.append(1000 * (time.perf_counter() - due))
 
-    _together(work, len(asks))
+    with ThreadPoolExecutor(len(asks)) as pool:
+        list(pool.map(work, range(len(asks))))
     return times
 
 
 def _closed(asks: Sequence[Callable[[], bool]], length_s: float) -> float:
     """Have each caller ask again when it was answered; return good answers a second."""
-    good = [0] * len(asks)
     stop = time.perf_counter() + length_s
 
-    def work(number: int) -> None:
+    def work(ask: Callable[[], bool]) -> int:
+        good = 0
         while time.perf_counter() < stop:
-            good[number] += asks[number]()
+            good += ask()
+        return good
 
-    _together(work, len(asks))
-    return sum(good) / length_s
-
-
-def _together(work: Callable[[int], None], count: int) -> None:
-    with ThreadPoolExecutor(count) as pool:
-        list(pool.map(work, range(count)))
+    with ThreadPoolExecutor(len(asks)) as pool:
+        return sum(pool.map(work, asks)) / length_s
 
 
 def _overload(report: Report, address: str, keys: Sequence[ChunkKey], pid: int) -> None:
@@ -200,11 +181,11 @@ def _overload(report: Report, address: str, keys: Sequence[ChunkKey], pid: int) 
         callers = [Caller(address) for _ in range(PEAK_CALLERS)]
         for caller in callers:
             stack.callback(caller.close)
-        heavy = [caller.question(keys) for caller in callers]
+            caller.prepare(keys)
         with _cores_apart(pid):
             for key, deadline_s in DEADLINES_S.items():
-                _goodput(report, key, callers, heavy, deadline_s)
-        _goodput(report, SHARED_KEY, callers, heavy, 1.0)
+                _goodput(report, key, callers, deadline_s)
+        _goodput(report, SHARED_KEY, callers, 1.0)
 
 
 @contextmanager
@@ -229,17 +210,15 @@ def _keep_to(cores: Sequence[int], pid: int) -> None:
             os.sched_setaffinity(int(thread), cores)
 
 
-def _goodput(
-    report: Report, key: str, callers: Sequence[Caller], heavy: Sequence[bytes], deadline_s: float
-) -> None:
+def _goodput(report: Report, key: str, callers: Sequence[Caller], deadline_s: float) -> None:
     """Ask for as much as is answered and for three times that in turns: one machine does both
     sides, and what it has to give changes from second to second.
     """
-    asks = [lambda n=n: callers[n].look_up(heavy[n]) for n in range(len(callers))]
+    asks = [caller.look_up for caller in callers]
     _closed(asks, 1.0)
     shares, times_as_many, peaks = [], [], [_closed(asks, OVERLOAD_S)]
     for _ in range(OVERLOADS):
-        per_s, good_per_s = _flood(callers, heavy, OVERLOAD * peaks[-1], deadline_s)
+        per_s, good_per_s = _flood(callers, OVERLOAD * peaks[-1], deadline_s)
         peaks.append(_closed(asks, OVERLOAD_S))
         beside = (peaks[-2] + peaks[-1]) / 2
         shares.append(good_per_s / beside)
@@ -251,9 +230,7 @@ def _goodput(
     report.add(key, median(shares), text, "reported" if key == SHARED_KEY else "0.8 at least")
 
 
-def _flood(
-    callers: Sequence[Caller], questions: Sequence[bytes], rate: float, deadline_s: float
-) -> tuple[float, float]:
+def _flood(callers: Sequence[Caller], rate: float, deadline_s: float) -> tuple[float, float]:
     """Ask at *rate* whatever is answered; return what was asked, and well answered, a second.
 
     Answers count while it is asked: what is left then would be answered without any overload.
@@ -265,8 +242,7 @@ def _flood(
 
     for turn in range(asked):
         time.sleep(max(0.0, started + turn / rate - time.perf_counter()))
-        number = turn % len(callers)
-        callers[number].begin(questions[number], deadline_s, done)
+        callers[turn % len(callers)].begin(deadline_s, done)
     length_s, answered = time.perf_counter() - started, good[0]
     time.sleep(deadline_s)
     return asked / length_s, answered / length_s
@@ -274,19 +250,11 @@ def _flood(
 
 # --- faults: the soak, restarts by what a disk holds, and clients that die
 
-MINUTES = 10.0
-FRAME_BYTES = 256 << 10
-HELD_CHUNKS = 8192
-DEATHS = 5
+MINUTES, DEATHS = 10.0, 5
+FRAME_BYTES, HELD_CHUNKS = 256 << 10, 8192
 SOAK_KEYS = (
     "wrong_bytes", "verified_reads", "memory_slope_percent_per_h", "get_deadline_overrun_ms",
 )  # fmt: skip
-SOAK = """
-import runpy, sys
-sys.path[:0] = ["src", "tests"]
-runpy.run_path(sys.argv.pop(1), run_name="__main__")
-"""
-"""What runs the soak from the checkout's root."""
 
 
 def measure_faults(report: Report, folder: Path) -> None:
@@ -297,9 +265,9 @@ def measure_faults(report: Report, folder: Path) -> None:
 
 
 def _soak(report: Report) -> None:
-    program = str(ROOT / "tests" / "faults" / "soak.py")
+    soak = (sys.executable, "tests/faults/soak.py", "--minutes", str(MINUTES), "--seed", "1")
     done = subprocess.run(
-        [sys.executable, "-c", SOAK, program, "--minutes", str(MINUTES), "--seed", "1"],
+        ["env", "PYTHONPATH=src:tests", *soak],
         cwd=ROOT, capture_output=True, text=True, check=False, timeout=60 * MINUTES + 300,
     )  # fmt: skip
     try:

@@ -23,7 +23,6 @@ from bench.cluster.costs import Costs
 from bench.cluster.simulation import ROUTINGS, Cluster, ClusterCounts, ClusterTerms
 
 from kvstore.cli.simulate import BlockReplay
-from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.lru import LruEviction
 
@@ -44,8 +43,7 @@ def conversations(count: int, seed: int = 5) -> Iterator[list[int]]:
 
 def run(terms: ClusterTerms, count: int = 1500) -> Cluster:
     cluster = Cluster(terms)
-    for chain in conversations(count):
-        cluster.request(chain)
+    cluster.replay(conversations(count))
     return cluster
 
 
@@ -101,12 +99,10 @@ def test_a_node_that_failed_is_asked_nothing_and_comes_back_empty() -> None:
     cluster.fail_node(0)
     assert had > 0
     assert cluster.entries() == entries - had == sum(map(len, cluster._holders.values()))
-    for chain in conversations(300, seed=6):
-        cluster.request(chain)
+    cluster.replay(conversations(300, seed=6))
     assert cluster.routed[0] == before
     cluster.recover()
-    for chain in conversations(300, seed=7):
-        cluster.request(chain)
+    cluster.replay(conversations(300, seed=7))
     assert cluster.routed[0] > before
     assert cluster.entries() == sum(map(len, cluster._holders.values()))
 
@@ -120,9 +116,6 @@ def test_of_a_chain_in_redis_all_behind_a_lost_master_s_first_block_is_lost() ->
     assert 5 < reached.count(False) < 15
     cluster.request(chain)
     assert cluster.counts.redis == reached.index(False) < 10
-    cluster.recover()
-    with pytest.raises(InvalidRequestError):
-        Cluster(ClusterTerms(1, 1)).fail_node(0)
 
 
 def test_what_a_failure_costs_is_against_a_cluster_without_it() -> None:

@@ -1,4 +1,4 @@
-"""bench.slo: the controller over links that change, on a clock of its own, and what it reports."""
+"""bench.slo: the client's get with a deadline over links that change, and what is reported."""
 
 from __future__ import annotations
 
@@ -12,7 +12,6 @@ from bench.slo import (
     GBPS,
     OURS,
     Levels,
-    Replay,
     Request,
     Trace,
     compare,
@@ -23,19 +22,14 @@ from bench.slo import (
     run,
 )
 
-from kvstore.client.planning import RECOMPUTE, LinkMeter, PlanTerms, PrefillModel
-from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
+from kvstore.client.planning import RECOMPUTE, PlanTerms, PrefillModel
 
 LEVELS = Levels((2.1, 3.6, 5.2), 10.7)
 TOP = 2
 
 
-def ours() -> Replay:
-    return controlled(lambda clock: LinkMeter(FIRST_GUESS_BYTES_PER_S, clock))
-
-
 def steady(gbps: float) -> Trace:
-    return Trace.of(f"{gbps} Gbps", [(1.0, gbps * GBPS)])
+    return Trace([(1.0, gbps * GBPS)])
 
 
 def asked(seed: int, *, loads_first: bool, exact: bool) -> list[Request]:
@@ -62,7 +56,7 @@ def test_no_request_is_later_than_without_a_store_by_more_than_a_decision_costs(
     for seed in range(40):
         draw = random.Random(seed)
         steps = [(draw.uniform(0.02, 1), 10 ** draw.uniform(-2, 1) * GBPS) for _ in range(64)]
-        trace, replay = Trace.of(f"seed {seed}", steps), ours()
+        trace, replay = Trace(steps), controlled()
         for request in asked(seed, loads_first=loads_first, exact=exact):
             found = replay(request, trace)
             alone_s = request.terms.compute_s(request.chunks)
@@ -75,7 +69,7 @@ def test_no_request_is_later_than_without_a_store_by_more_than_a_decision_costs(
 
 
 def test_a_fast_link_brings_every_chunk_at_its_finest_level() -> None:
-    replay, (first, *others) = ours(), requests(LEVELS, 1, 5, exact=False)
+    replay, (first, *others) = controlled(), requests(LEVELS, 1, 5, exact=False)
     replay(first, steady(100))  # before it nothing is known of the link
     for request in others:
         found = replay(request, steady(100))
@@ -85,7 +79,7 @@ def test_a_fast_link_brings_every_chunk_at_its_finest_level() -> None:
 
 @pytest.mark.parametrize("loads_first", [False, True], ids=["beside", "loads first"])
 def test_a_link_that_was_slow_is_tried_again(loads_first: bool) -> None:
-    replay = ours()
+    replay = controlled()
     (first, *_) = requests(LEVELS, 1, 1, exact=False)
     request = replace(first, terms=replace(first.terms, loads_first=loads_first))
     for number in range(8):
@@ -105,16 +99,16 @@ def prompt(chunks: int, deadline_s: float, *, loads_first: bool = False) -> Requ
 def test_loads_before_an_engine_that_is_in_time_by_itself_never_make_it_late() -> None:
     for fast_s in [0.03, 0.06, 0.1]:
         request = prompt(24, 0.75, loads_first=True)
-        trace = Trace.of("drops", [(fast_s, 6 * GBPS), (60.0, 0.3 * GBPS)])
+        trace = Trace([(fast_s, 6 * GBPS), (60.0, 0.3 * GBPS)])
         assert recompute(request, trace).ttft_s < 0.75
-        assert ours()(request, trace).ttft_s < 0.75
+        assert controlled()(request, trace).ttft_s < 0.75
 
 
 def test_over_a_slow_link_the_engine_computes_the_first_chunks_and_the_link_brings_the_last() -> (
     None
 ):
     (request, *_) = requests(LEVELS, 2, 1, exact=True)
-    found = ours()(request, steady(4))
+    found = controlled()(request, steady(4))
     assert 0 < found.levels.count(RECOMPUTE) < len(found.levels)
     assert list(found.levels) == sorted(found.levels)
     assert found.ttft_s < recompute(request, steady(4)).ttft_s
@@ -122,12 +116,12 @@ def test_over_a_slow_link_the_engine_computes_the_first_chunks_and_the_link_brin
 
 
 def test_bytes_arrive_when_the_link_has_given_them() -> None:
-    trace = Trace.of("two", [(0.5, 100.0), (0.25, 1000.0)])
+    trace = Trace([(0.5, 100.0), (0.25, 1000.0)])
     assert trace.arrival_s(50, 0.0) == 0.5
     assert trace.arrival_s(100, 0.25) == pytest.approx(0.575)
     for at_s in (0.0, 0.3, 0.6, 2.1):
-        until_s = trace.arrival_s(1234, at_s)
-        assert trace.passed_bytes(at_s, until_s) == pytest.approx(1234)
+        half_s = trace.arrival_s(617, at_s)
+        assert trace.arrival_s(617, half_s) == pytest.approx(trace.arrival_s(1234, at_s))
 
 
 def test_a_run_has_every_key_and_the_same_figures_again() -> None:

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,12 +23,10 @@ from helpers.slow_device import SlowDevice
 from helpers.vllm_pages import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
-    HYBRID,
-    LATENT,
     SHAPE,
-    SLIDING,
     empty_pages,
     holds,
+    ranks_of,
     representation,
     writer,
 )
@@ -37,15 +36,12 @@ from typing_extensions import override
 
 from kvstore.cli.__main__ import main
 from kvstore.client import Client
-from kvstore.client.chunk import Shard
 from kvstore.client.cuda import CudaClient
 from kvstore.client.engines import base
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm import worker as vllm_watch
 from kvstore.client.engines.vllm import worker as vllm_worker
 from kvstore.client.engines.vllm.blocks import side_by_side
 from kvstore.client.engines.vllm.device import DeviceSide
-from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.client.engines.vllm.worker import VllmWorker
@@ -62,42 +58,13 @@ CLIENTS = pytest.mark.parametrize("client", [Client, CudaClient], ids=["host", "
 @pytest.fixture
 def start(start: Start) -> Start:
     """Start engines with pages on a device of their own."""
-
-    def make(**settings: object) -> Engine:
-        return start(**{"packing": side_by_side, "device": SlowDevice(), **settings})
-
-    return make
+    return partial(start, on_device=True)
 
 
-@pytest.mark.parametrize("shape", [LATENT, HYBRID, SLIDING], ids=["latent", "hybrid", "sliding"])
-def test_latents_and_windows_in_several_tables_are_stored_and_loaded(
-    start: Start, shape: KVCacheShape
-) -> None:
-    assert start(shape=shape).run("a", PROMPT) == 0
-    reader = start(shape=shape)
-    assert reader.run("b", PROMPT) > 0
-    assert not any(bool(pages[0].any()) for pages in reader.pages[0].values()), "null blocks"
-
-
-def test_engines_on_cpus_and_on_devices_share(start: Start) -> None:
-    start().run("a", PROMPT)
-    assert start(device=None).run("b", PROMPT) == 192
-    other = prompt_tokens(2, 200)
-    start(device=None).run("c", other)
-    assert start(client=CudaClient).run("d", other) == 192
-
-
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        (Shard(kv_heads=((0, 1),)), Shard(kv_heads=((1, 2),))),
-        (Shard(layers=(0, 1)), Shard(layers=(1, 3))),
-    ],
-    ids=["tensor", "pipeline"],
-)
 def test_ranks_of_a_parallel_engine_store_and_load_their_shards(
-    start: Start, ranks: tuple[Shard, ...], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ranks = ranks_of(2, (0, 1), (1, 3))
     start(ranks=ranks, client=CudaClient).run("a", PROMPT)
     engine = start(ranks=ranks, client=CudaClient)
     monkeypatch.setattr(DeviceSide, "_through_host", lambda *_: 0)
@@ -120,9 +87,8 @@ def near(
 def test_chunks_go_into_the_servers_gpu_memory_and_come_out_of_it_without_the_host(
     near: LocalServer, start_at: Start
 ) -> None:
-    straight = {"packing": side_by_side, "device": SlowDevice(), "client": CudaClient}
     for name, hit in (("a", 0), ("b", 192)):
-        engine = start_at(near.address, **straight)
+        engine = start_at(near.address, on_device=True, client=CudaClient)
         assert engine.run(name, PROMPT) == hit
         (worker,) = engine.workers
         assert worker.counted["lost_chunks"] == 0
@@ -133,9 +99,6 @@ def test_chunks_go_into_the_servers_gpu_memory_and_come_out_of_it_without_the_ho
     assert isinstance(side, DeviceSide)
     assert sum(side._down.copied) == 0, "nothing came down"  # type: ignore[attr-defined]
     assert sum(side.reader.copies.copied) == 0, "and nothing went up"  # type: ignore[attr-defined]
-
-
-# --- spec
 
 
 # --- room
@@ -249,19 +212,18 @@ def test_a_damaged_frame_is_computed_again(
     assert holds(other.pages[0], side_by_side, PROMPT[:right], blocks, SHAPE)
 
 
+# --- a server that is gone, or hangs
+
+
 IDS = [token % TOKEN_IDS for token in PROMPT]
 NEW = 20
 HANGS_S = 10.0
 """Half of the deadline of these engines."""
-ProcessMaker = Callable[..., ServerProcess]
 Make = Callable[..., PagedEngine]
 
 
-# --- a server that is gone, or hangs
-
-
 @pytest.fixture
-def process(server_process: ProcessMaker) -> ServerProcess:
+def process(server_process: Callable[..., ServerProcess]) -> ServerProcess:
     made = server_process("--tiers", "cpu", "--cpu", "16MiB")
     made.start()
     return made
@@ -318,7 +280,7 @@ def test_a_server_that_is_killed_or_hangs_in_a_load_costs_a_hit_and_no_deadline(
     worker, began_s = engine.worker, list[float]()
     assert worker is not None
     if is_killed:
-        monkeypatch.setattr(vllm_watch, "QUIET_S", 60.0)  # it is not looked after: the end tells
+        monkeypatch.setattr(vllm_worker, "QUIET_S", 60.0)  # it is not looked after: the end tells
     load = worker.load
 
     def stopped(plan: StepPlan) -> None:
@@ -349,11 +311,10 @@ def test_a_server_that_is_killed_or_hangs_in_a_load_costs_a_hit_and_no_deadline(
 
 
 def test_nothing_writes_to_the_blocks_of_an_aborted_load_once_it_was_told_to_be_over(
-    start: Callable[..., Engine],
+    start: Start,
 ) -> None:
-    of_device = {"packing": side_by_side, "client": CudaClient}
-    start(device=SlowDevice(), **of_device).run("a", PROMPT)
-    engine = start(device=SlowDevice(), **of_device)
+    start().run("a", PROMPT)
+    engine = start(client=CudaClient)
     (worker,) = engine.workers
     asked, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(len(PROMPT))
     gate, read = threading.Event(), worker._side.read
@@ -400,8 +361,7 @@ def refusal(
         worker = VllmWorker(Connector(client), SHAPE, QUEUE_BYTES, device=device)
         request.addfinalizer(worker.close)
         reason = worker.register(pages, write)
-        spec = LoadSpec("a", (ChainDigest(bytes(32)),), ((3, 4),))
-        plan = StepPlan((spec,))
+        plan = StepPlan((LoadSpec("a", (ChainDigest(bytes(32)),), ((3, 4),)),))
         worker.save_before_overwrite(plan)
         worker.load(plan)
         worker.store(plan)
@@ -420,18 +380,15 @@ def refusal(
 Refusal = Callable[[SlowDevice, dict[str, torch.Tensor], Any], str]
 
 
-class NeedsCupy(SlowDevice):
-    """Allocates as a CUDA device does."""
-
-    @override
-    def allocate(self, size_bytes: int) -> torch.Tensor:
-        import_cupy()
-        return super().allocate(size_bytes)
-
-
 def test_an_engine_without_cupy_is_told_what_to_install(
     refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class NeedsCupy(SlowDevice):
+        @override
+        def allocate(self, size_bytes: int) -> torch.Tensor:
+            import_cupy()
+            return super().allocate(size_bytes)
+
     monkeypatch.setitem(sys.modules, "cupy", None)
     reason = refusal(NeedsCupy(), empty_pages(), writer(side_by_side))
     assert "TierUnavailableError" in reason
@@ -492,6 +449,3 @@ def test_why_an_engine_has_no_store_is_explained_by_a_server_that_comes_later_to
     assert eventually(lambda: said in explained(process.address, capsys)), "to each that comes"
     side.close()
     assert eventually(lambda: "kvstore-refused" not in [one.name for one in threading.enumerate()])
-
-
-# --- a gpu tier elsewhere

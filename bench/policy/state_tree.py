@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from operator import attrgetter
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,59 +14,33 @@ from numpy.typing import NDArray
 Tokens = NDArray[np.int32]
 
 
-@dataclass(frozen=True)
-class HybridModel:
-    """A stack of recurrent (Mamba2), attention and MLP layers, without grouped heads.
+class HybridModel(NamedTuple):
+    """The recurrent (Mamba2) and attention layers of a model without grouped heads.
 
-    The formulas are those of Marconi (Pan et al., MLSys 2025, section 5 and appendix): KV grows
-    with the tokens, a recurrent state is of one size and is of exactly one position.
+    Sizes are those of Marconi (Pan et al., MLSys 2025, section 5 and appendix), two bytes a number:
+    KV grows with the tokens, a recurrent state is of one size and of exactly one position.
     """
 
-    name: str
     state_layers: int
     attention_layers: int
-    mlp_layers: int
     width: int
     """Hidden size, D."""
     state_width: int
     """States a channel has, N."""
-    element_bytes: int = 2
-    conv_kernel: int = 4
-    expand: int = 2
 
     @property
     def state_bytes(self) -> int:
         """Bytes of one checkpoint: the states and convolution windows of all recurrent layers."""
-        window = self.expand * (self.width + self.state_width) * self.conv_kernel
-        return self.state_layers * (self.width * self.state_width + window) * self.element_bytes
+        window = 2 * (self.width + self.state_width) * 4  # expanded twice, four tokens
+        return self.state_layers * (self.width * self.state_width + window) * 2
 
     @property
     def kv_bytes_per_token(self) -> int:
         """Bytes of keys and values of one token, over all attention layers."""
-        return self.attention_layers * 2 * self.width * self.element_bytes
-
-    @property
-    def flops_per_token(self) -> int:
-        """FLOPs of a prefill that grow with its tokens."""
-        wide = self.width * self.width
-        recurrent = 12 * wide + 16 * self.width * self.state_width + 10 * self.width
-        return (
-            self.state_layers * recurrent
-            + self.attention_layers * 8 * wide
-            + self.mlp_layers * 16 * wide
-        )
-
-    @property
-    def flops_per_token_squared(self) -> int:
-        """FLOPs of a prefill that grow with the square of its tokens: attention's."""
-        return self.attention_layers * 4 * self.width
-
-    def flops(self, tokens: int) -> int:
-        """FLOPs of a prefill of *tokens* tokens; exact, so that sums are in any order."""
-        return (self.flops_per_token + self.flops_per_token_squared * tokens) * tokens
+        return self.attention_layers * 2 * self.width * 2
 
 
-HYBRID_7B = HybridModel("hybrid-7b", 24, 4, 28, 4096, 128)
+HYBRID_7B = HybridModel(24, 4, 4096, 128)
 """NVIDIA's attention-Mamba2 hybrid of 7 B, as in Marconi's evaluation."""
 
 
@@ -83,8 +58,6 @@ class Node:
     """In the order of their edges, no two of which begin with the same token."""
     below: int = 0
     """Resident states here and further down: KV of the edge is kept for them."""
-    branches: int = 0
-    """Children with any."""
     tick: int = 0
     """The request that ran through last."""
     queued: int = 0
@@ -96,7 +69,7 @@ class Node:
     last_s: float | None = None
     """When a request last used the position, or stored it; None where no state ever was."""
     kind: int = 0
-    """Its class, as HitDensityRank knows it."""
+    """Its class when a request last ran through."""
     used: int = 0
     """The request that used its state last; 0 without one."""
     marginal: int = 0
@@ -121,8 +94,7 @@ class Node:
             one = one.parent
 
 
-@dataclass(frozen=True)
-class Match:
+class Match(NamedTuple):
     """How far a sequence is known: whole edges, and then a part of one."""
 
     path: list[Node]
@@ -144,14 +116,10 @@ class CheckpointTree:
     def __init__(self, model: HybridModel) -> None:
         self.model = model
         self.root = Node(None, b"", 0)
-        self._held: list[Node | None] = []
-        """Nodes with a state; of those used at one time the first goes."""
-        self._free: list[int] = []
-        """Places in it."""
+        self.held: dict[Node, None] = {}
+        """Nodes with a state, in the order in which they got it."""
         self.nodes = 0
         """Nodes without the root."""
-        self.resident = 0
-        """Those with a state."""
         self.tokens = 0
         """Tokens of all edges: four bytes each."""
         self.kept_tokens = 0
@@ -165,7 +133,7 @@ class CheckpointTree:
     def size_bytes(self) -> int:
         """Bytes of the states, and of KV that is kept for them."""
         kv_bytes = self.kept_tokens * self.model.kv_bytes_per_token
-        return self.resident * self.model.state_bytes + kv_bytes
+        return len(self.held) * self.model.state_bytes + kv_bytes
 
     def match(self, tokens: Tokens) -> Match:
         """Return how far *tokens* [n] is known."""
@@ -182,10 +150,6 @@ class CheckpointTree:
             path.append(child)
             node = child
         return Match(path, None, 0)
-
-    def held(self) -> list[Node]:
-        """Return the nodes with a state."""
-        return [node for node in self._held if node is not None]
 
     # --- sequences
 
@@ -213,7 +177,7 @@ class CheckpointTree:
         _link(node, above)
         child.edge = edge[4 * shared :]
         _link(child, node)
-        node.below, node.branches = child.below, int(child.below > 0)
+        node.below = child.below
         self.nodes += 1
         return node
 
@@ -236,17 +200,14 @@ class CheckpointTree:
     def hold(self, node: Node) -> None:
         """Let the state at *node*, which has none, be resident, and KV of all its path."""
         alone = _only_state(node)
-        place = self._free.pop() if self._free else len(self._held)
-        self._held[place : place + 1] = [node]
+        self.held[node] = None
         node.used = self.tick
         self._count(node, 1)
         self._weigh([node, *_next_held(node), *alone])
 
     def drop(self, node: Node) -> None:
         """Give up the state at *node*, and KV that no other state needs. It becomes a ghost."""
-        place = self._held.index(node)
-        self._held[place] = None
-        self._free.append(place)
+        del self.held[node]
         node.used = 0
         self._count(node, -1)
         self._weigh([*_next_held(node), *_only_state(node)])
@@ -258,9 +219,6 @@ class CheckpointTree:
             before, one.below = one.below, one.below + change
             if not before or not one.below:
                 tokens += len(one.edge) // 4
-                assert one.parent is not None
-                one.parent.branches += change
-        self.resident += change
         self.kept_tokens += change * tokens
 
     def _weigh(self, nodes: Iterable[Node]) -> None:
