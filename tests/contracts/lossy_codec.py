@@ -1,8 +1,4 @@
-"""The suite every lossy codec passes.
-
-A codec's test file subclasses ``LossyCodecContract`` and names the codec. What a frame promises
-in its header is held against the numbers that come out of it.
-"""
+"""The suite every lossy codec passes: what a frame promises is held against what comes out of it."""
 
 from __future__ import annotations
 
