@@ -1,4 +1,4 @@
-"""The suite every lossy codec passes: what a frame promises is held against what comes out of it."""
+"""The suite every lossy codec passes: what frames promise is held against what comes out of them."""
 
 from __future__ import annotations
 
