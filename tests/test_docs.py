@@ -243,16 +243,11 @@ def test_every_setting_among_the_limits_has_its_default() -> None:
     assert checked > 10
 
 
-def test_the_page_of_benchmarks_has_the_keys_that_are_printed() -> None:
-    printed = re.findall(r"report\.add\(\s*\"(\w+)\"", text("bench/local.py"))
-    assert sorted(in_backticks(row[0])[0] for row in rows("docs/benchmarks.md", "## Keys")) == (
-        sorted(printed)
-    )
-
-
-def test_the_page_of_benchmarks_has_the_keys_of_scaling() -> None:
-    printed = re.findall(r"report\.add\(\s*\"(\w+)\"", text("bench/scaling.py"))
-    assert [in_backticks(row[0])[0] for row in rows("docs/benchmarks.md", "## Scaling")] == printed
+@pytest.mark.parametrize(("program", "heading"), [("local", "Keys"), ("scaling", "Scaling")])
+def test_the_page_of_benchmarks_has_the_keys_that_are_printed(program: str, heading: str) -> None:
+    printed = re.findall(r"report\.add\(\s*\"(\w+)\"", text(f"bench/{program}.py"))
+    told = [in_backticks(row[0])[0] for row in rows("docs/benchmarks.md", f"## {heading}")]
+    assert sorted(told) == sorted(printed)
 
 
 # --- bytes

@@ -1,4 +1,4 @@
-"""The suite every lossy codec passes: what frames promise is held against what comes out of them."""
+"""The suite every lossy codec passes: what frames promise is held against what they hold."""
 
 from __future__ import annotations
 

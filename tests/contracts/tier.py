@@ -48,11 +48,9 @@ class TierContract(TierReads, ABC):
         """Return an empty tier. The suite closes it."""
 
     def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
-        """Return a new tier over the medium of *tier*, as a restart would find it.
-
-        Tiers with ``survives_restart`` override this and close *tier* first.
-        """
-        raise NotImplementedError
+        """Close *tier* and return a new one over its medium, as a restart would find it."""
+        tier.close()
+        return self.make_tier(self.capacity_bytes, tmp_path)
 
     @pytest.fixture
     def tier(self, tmp_path: Path) -> Iterator[Tier]:
