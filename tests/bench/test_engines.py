@@ -12,8 +12,8 @@ from typing import Any
 
 import pytest
 from bench.engines import sides as engines_prompts
-from bench.engines.__main__ import AGAIN, OURS, PLAIN, Samples
-from bench.engines.sides import Side, Taken
+from bench.engines.__main__ import AGAIN, Samples
+from bench.engines.sides import OURS, PLAIN, Side, Taken
 from bench.gpu import engines
 from bench.gpu.child import write
 from bench.gpu.engines import DECODE_CHUNKS, DECODE_REQUESTS, DECODE_ROUNDS, KEYS, summarize
