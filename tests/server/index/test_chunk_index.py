@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import pytest
 from conftest import ServerMaker
-from contracts.chunks import make_info, make_representation
+from contracts.chunks import make_representation
 from contracts.ends import HYBRID as HYBRID_MODEL
 from contracts.ends import TOKENS, chunk_of, put_ends
 from contracts.policy import digest, info, key
@@ -29,7 +29,6 @@ from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.types import (
     DIGEST_BYTES,
-    ROOT,
     Accuracy,
     ChunkInfo,
     ChunkKey,
@@ -247,20 +246,6 @@ def add(index: ChunkIndex, tier: str, chunk: ChunkInfo) -> int:
 def keys_at(index: ChunkIndex, asked: list[int], least: Accuracy = Accuracy.exact) -> list[object]:
     rows = index.readable(index.prefix([key(number) for number in asked]), least)
     return [index.key(row) for row in rows.tolist()]
-
-
-def test_a_copy_is_described_as_it_was_told(index: ChunkIndex) -> None:
-    told = replace(
-        make_info(7, 123),
-        parent=digest(3),
-        codec_id=9,
-        accuracy=Accuracy.approximate,
-        prefill_flops=2.5,
-    )
-    row = add(index, "redis", told)
-    assert index.info("redis", row) == told
-    first = replace(told, key=key(1), parent=ROOT, accuracy=Accuracy.exact)
-    assert index.info("cpu", add(index, "cpu", first)) == first
 
 
 def test_a_row_that_is_given_again_remembers_nothing(index: ChunkIndex) -> None:

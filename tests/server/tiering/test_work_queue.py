@@ -122,15 +122,6 @@ def test_wait_returns_the_result_or_raises_the_error_until_the_deadline() -> Non
     assert work_queue.named(b"b") == []
 
 
-def test_waiting_for_any_ends_with_the_first_and_says_whether_there_was_one() -> None:
-    work_queue = stepped()
-    assert work_queue.await_any(["up", "down"], FOREVER) is False
-    ticket = submit(work_queue, "a", nothing, queue="down")
-    assert work_queue.await_any(["up"], FOREVER) is False
-    assert work_queue.await_any(["up", "down"], FOREVER) is True
-    assert ticket.done
-
-
 def test_a_queue_that_hangs_holds_up_no_other_and_errors_end_no_worker() -> None:
     def explode() -> None:
         raise RuntimeError("not an error of ours")
