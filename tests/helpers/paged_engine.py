@@ -419,14 +419,10 @@ class PagedEngine:
             self.scheduler.finished(one.request)
 
     def _take_loads(self, worker: VllmWorker, *, is_idle: bool) -> None:
-        done, failed = worker.finished_loads(is_idle=is_idle), worker.failed_blocks()
+        done = worker.finished_loads(is_idle=is_idle)
+        assert worker.failed_blocks() == set()
         for one in self._running:
-            if one.name not in done:
-                continue
-            one.is_loading = False
-            gone = [at for at, block in enumerate(one.blocks) if block in failed]
-            if gone:
-                self.hits[one.name] = one.request.num_computed_tokens = gone[0] * BLOCK_TOKENS
+            one.is_loading = one.is_loading and one.name not in done
         report = worker.report()
         if report is not None:
             self.scheduler.on_report(report)

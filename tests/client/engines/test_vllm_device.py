@@ -16,7 +16,6 @@ import pytest
 import torch
 from helpers.device_frames import use_device
 from helpers.local_server import LocalServer, eventually
-from helpers.paged_engine import TOKEN_IDS, PagedEngine
 from helpers.prompts import tokens as prompt_tokens
 from helpers.server_process import ServerProcess
 from helpers.slow_device import SlowDevice
@@ -30,7 +29,7 @@ from helpers.vllm_pages import (
     representation,
     writer,
 )
-from helpers.vllm_stand_ins import step
+from helpers.vllm_stand_ins import FakeRequest, step
 from helpers.vllm_steps import QUEUE_BYTES, Engine, options
 from typing_extensions import override
 
@@ -215,11 +214,8 @@ def test_a_damaged_frame_is_computed_again(
 # --- a server that is gone, or hangs
 
 
-IDS = [token % TOKEN_IDS for token in PROMPT]
-NEW = 20
 HANGS_S = 10.0
 """Half of the deadline of these engines."""
-Make = Callable[..., PagedEngine]
 
 
 @pytest.fixture
@@ -230,81 +226,73 @@ def process(server_process: Callable[..., ServerProcess]) -> ServerProcess:
 
 
 @pytest.fixture
-def make(request: pytest.FixtureRequest) -> Make:
-    def start(address: str | None, client: type[Client] = CudaClient) -> PagedEngine:
-        engine = PagedEngine(address, client)
-        request.addfinalizer(engine.close)
-        return engine
+def far(process: ServerProcess, start_at: Start) -> Start:
+    """Start engines at that server, where PROMPT is stored."""
+    far: Start = partial(
+        start_at, process.address, on_device=True, opts=options(retry_after_ms=300)
+    )
+    far().run("a", PROMPT)
+    return far
 
-    return start
 
-
-@pytest.fixture
-def right(make: Make, process: ServerProcess) -> dict[str, list[int]]:
-    """What the model says to a prompt, which is stored."""
-    told = make(None).generate({"a": IDS}, NEW)
-    assert make(process.address).generate({"a": IDS}, NEW) == told
-    return told
+def finish(engine: Engine, request: FakeRequest, blocks: list[int], loaded: int) -> bool:
+    """Compute what a load left; return whether the pages have what they had without a store."""
+    request.num_computed_tokens = loaded
+    engine.step(request, blocks, len(PROMPT) - loaded)
+    engine.drain()
+    return holds(engine.pages[0], side_by_side, PROMPT, blocks, SHAPE)
 
 
 @CLIENTS
 def test_a_server_that_is_killed_while_frames_come_costs_no_token(
-    process: ServerProcess, make: Make, right: object, client: type[Client]
+    process: ServerProcess, far: Start, client: type[Client]
 ) -> None:
-    engine = make(process.address, client)
-    assert engine.worker is not None
-    came: list[bool] = []
-    once = threading.Lock()  # several threads note what came
+    engine = far(client=client)
+    (worker,) = engine.workers
+    came, once = list[bool](), threading.Lock()  # several threads note what came
 
     def arrived() -> None:
         came.append(True)
         if once.acquire(blocking=False):
             process.kill()
 
-    engine.worker._note_arrival = arrived  # type: ignore[method-assign]
-    assert engine.generate({"a": IDS}, NEW) == right
+    request, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(len(PROMPT))
+    worker._note_arrival = arrived
+    failed = engine.load(request, blocks, 192)
     assert came
-    lost = engine.worker.counted["lost_chunks"]
-    assert engine.worker.counted["loaded_chunks"] + lost == 3
-    assert engine.hits == {"a": 64 * (3 - lost)}
+    loaded, lost = worker.counted["loaded_chunks"], worker.counted["lost_chunks"]
+    assert loaded + lost == 3
+    assert failed == set(blocks[2 * loaded : 6])
+    assert finish(engine, request, blocks, loaded * CHUNK_TOKENS)
 
 
 @CLIENTS
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "hanging"])
 def test_a_server_that_is_killed_or_hangs_in_a_load_costs_a_hit_and_no_deadline(
-    process: ServerProcess, make: Make, right: object, client: type[Client],
-    is_killed: bool, monkeypatch: pytest.MonkeyPatch,
+    process: ServerProcess, far: Start, client: type[Client], is_killed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    engine = make(process.address, client)
-    engine.generate({"warm": IDS[::-1]}, 1)  # so it is connected
-    worker, began_s = engine.worker, list[float]()
-    assert worker is not None
+    engine = far(client=client)
+    engine.run("warm", prompt_tokens(2, 100))  # so it is connected
+    (worker,) = engine.workers
+    request, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(len(PROMPT))
     if is_killed:
         monkeypatch.setattr(vllm_worker, "QUIET_S", 60.0)  # it is not looked after: the end tells
-    load = worker.load
-
-    def stopped(plan: StepPlan) -> None:
-        if plan.loads:
-            process.send_signal(signal.SIGSTOP)
-        load(plan)
-        if plan.loads:
-            assert eventually(lambda: worker._loading == 1 and worker._loader._queue.empty())
-            time.sleep(0.05)  # its question is on the way
-            began_s.append(time.monotonic())
-            if is_killed:
-                process.kill()
-
-    monkeypatch.setattr(worker, "load", stopped)
+    process.send_signal(signal.SIGSTOP)
+    killer = threading.Timer(0.2, process.kill)  # the load's question is on the way by then
+    began_s = time.monotonic()
     try:
-        assert engine.generate({"a": IDS}, NEW) == right
+        if is_killed:
+            killer.start()
+        assert engine.load(request, blocks, 192) == set(blocks[:6])
     finally:
         if not is_killed:
             process.send_signal(signal.SIGCONT)
-    assert time.monotonic() - began_s[0] < HANGS_S
-    assert engine.hits["a"] == 0
+    assert time.monotonic() - began_s < HANGS_S
     assert worker.counted["lost_chunks"] == 3
     assert sum(worker._connector.stats().load_errors.values()) > 0
     assert engine.scheduler._desk.is_down
+    assert finish(engine, request, blocks, 0)
 
 
 # --- a request that is aborted
