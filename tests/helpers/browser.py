@@ -5,7 +5,6 @@ The DevTools protocol: JSON messages, each ended by a zero byte, on file descrip
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -114,10 +113,6 @@ class Browser:
         )  # fmt: skip
         self.call("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
-
-    def shoot(self, path: Path) -> None:
-        taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(taken["data"]))
 
     def close(self) -> None:
         os.close(self._out)

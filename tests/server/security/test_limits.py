@@ -26,12 +26,10 @@ from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     InvalidRequestError,
-    LeaseExpiredError,
     ModelError,
     PermissionDeniedError,
     QuotaExceededError,
 )
-from kvstore.proto.keys import namespace, representation_digest
 from kvstore.proto.messages import as_message
 from kvstore.proto.types import (
     MAX_FACTOR_CHARS,
@@ -46,7 +44,7 @@ from kvstore.server.security import audit_log, rate_limits
 from kvstore.server.security.audit_log import AuditLog, Event, audit_files, read_chain
 from kvstore.server.security.authorization import Authorizer, access_to, role_for
 from kvstore.server.security.rate_limits import LINES_PER_S, REFUSED, Limits, LogLimit, TenantLimits
-from kvstore.server.security.sessions import ROLES, TOKEN_BYTES, Principal, Session, SessionTable
+from kvstore.server.security.sessions import ROLES, Principal, Session, SessionTable
 from kvstore.server.settings.settings import Settings, load_config
 
 TABLE = SessionTable(1000, 1000, lambda _: b"", lambda: 0.0, os.urandom)
@@ -97,25 +95,6 @@ def make_table(sessions: int, clock: FakeClock) -> SessionTable:
 @pytest.fixture
 def table(clock: FakeClock) -> SessionTable:
     return make_table(3, clock)
-
-
-def test_an_open_session_knows_its_tenants_namespace_and_closes_once(table: SessionTable) -> None:
-    session = table.open(REPRESENTATION, "engine", tenant="red")
-    assert table.get(session.session_id) is session
-    assert session.namespace == namespace(b"red", REPRESENTATION)
-    assert session.representation_digest == representation_digest(REPRESENTATION)
-    assert len(session.attach_token) == TOKEN_BYTES
-    for _ in range(2):
-        table.open(REPRESENTATION, "engine")
-    with pytest.raises(QuotaExceededError, match="max_sessions=3"):
-        table.open(REPRESENTATION, "engine")
-    gone: list[Session] = []
-    table.on_close.append(gone.append)
-    assert [table.close(session.session_id) for _ in range(2)] == [True, False]
-    assert gone == [session]
-    with pytest.raises(LeaseExpiredError, match=f"session_id={session.session_id}"):
-        table.get(session.session_id)
-    table.open(REPRESENTATION, "engine")
 
 
 @pytest.mark.parametrize("by", ["tenant", "process"])
