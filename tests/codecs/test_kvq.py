@@ -273,6 +273,25 @@ def test_quotients_beyond_the_models_are_escaped_and_come_back() -> None:
     assert abs(key[1, 255, 63] + 90) < 0.2
 
 
+@pytest.mark.parametrize("name", ["2", "layered", "2,importance"])
+def test_an_escape_counted_for_another_tile_is_refused(name: str) -> None:
+    layout = attention(DType.float32, heads=4)
+    component, tensors = layout.components[0], numbers(layout)
+    tensors[0][0][0][0, 17, 5] = bits_of(np.array(90.0), DType.float32)
+    weights = EncodeTerms(importance=np.arange(96, dtype=np.float32))
+    frame = encoded(kvq(name), tensors, layout, weights)
+    header = parse_header(frame)
+    data = [header.segment(frame, 2 * level) for level in range(header.levels + 1)]
+    body = parse_body(data[0], component)
+    moved, changed = body.escapes.copy(), np.empty_like(data[0])
+    moved[:2] += np.array([-1, 1]).astype(np.uint32)
+    replace(body, escapes=moved).pack(changed)
+    out = [np.zeros(component.shape, np.uint32) for _ in range(2)]
+    KvqCodec().decode_layer(data, component, out, None)
+    with pytest.raises(InvalidFrameError, match="escapes"):
+        KvqCodec().decode_layer([changed, *data[1:]], component, out, None)
+
+
 def test_more_tokens_than_a_tile_are_cut_into_blocks_as_equal_as_can_be() -> None:
     def sizes(tokens: int) -> list[int]:
         cut = Cut.of(Component(LayerKind.mla, DType.bfloat16, 1, 1, 8, tokens))
