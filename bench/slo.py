@@ -310,8 +310,8 @@ def measured(windows: int = 4) -> Levels:
 
     model = PrefixModel(Lengths(windows))
     chunks = Chunks.of("bench/tinylm", model.bits, model.rope)
-    coded = Coder.of("kvq:layered", chunks).code(chunks.bits)
-    (exact,) = Coder.of(LOSSLESS, chunks).code(chunks.bits)
+    coded = Coder("kvq:layered", chunks).code(chunks.bits)
+    (exact,) = Coder(LOSSLESS, chunks).code(chunks.bits)
     return Levels(tuple(one.bits_per_value for one in coded), exact.bits_per_value)
 
 

@@ -27,17 +27,9 @@ STUBS = ("kvstore_pb2.py", "kvstore_pb2.pyi", "kvstore_pb2_grpc.py")
 
 SERIALIZERS = {"pickle", "_pickle", "marshal", "dill", "cloudpickle", "shelve", "jsonpickle"}
 RUNS_CODE = {
-    "eval",
-    "exec",
-    "__import__",
-    "torch.load",
-    "yaml.load",
-    "yaml.load_all",
-    "yaml.full_load",
-    "yaml.full_load_all",
-    "yaml.unsafe_load",
-    "yaml.unsafe_load_all",
-}
+    "eval", "exec", "__import__", "torch.load", "yaml.load", "yaml.load_all", "yaml.full_load",
+    "yaml.full_load_all", "yaml.unsafe_load", "yaml.unsafe_load_all",
+}  # fmt: skip
 READS_ENVIRONMENT = {"os.environ", "os.environb", "os.getenv", "os.getenvb"}
 SUPPRESS = {"suppress", "contextlib.suppress"}
 BROAD = {"Exception", "BaseException"}
@@ -118,18 +110,6 @@ def environment_reads(nodes: Nodes) -> Iterator[int]:
             yield node.lineno  # type: ignore[attr-defined]
 
 
-def relative_imports(nodes: Nodes) -> Iterator[int]:
-    for node in nodes:
-        if isinstance(node, ast.ImportFrom) and node.level:
-            yield node.lineno
-
-
-def global_statements(nodes: Nodes) -> Iterator[int]:
-    for node in nodes:
-        if isinstance(node, ast.Global):
-            yield node.lineno
-
-
 def broad_handlers(nodes: Nodes) -> Iterator[int]:
     """Handlers and suppress() calls that keep every error; to clean up and raise again is fine."""
     for node in nodes:
@@ -165,8 +145,7 @@ def slow_drops(nodes: Nodes) -> Iterator[int]:
 
 Rule = Callable[[Nodes], Iterator[int]]
 RULES: tuple[Rule, ...] = (
-    code_running, environment_reads, relative_imports, global_statements, broad_handlers,
-    slow_drops,
+    code_running, environment_reads, broad_handlers, slow_drops,
 )  # fmt: skip
 
 
@@ -194,14 +173,6 @@ def test_only_the_configuration_reads_the_environment() -> None:
     assert broken(environment_reads, "tests/", *MAY_READ_ENVIRONMENT) == []
 
 
-def test_imports_are_absolute() -> None:
-    assert broken(relative_imports) == []
-
-
-def test_no_function_rebinds_a_global() -> None:
-    assert broken(global_statements) == []
-
-
 def test_no_table_drops_its_oldest_entry_by_looking_for_it() -> None:
     assert broken(slow_drops, "tests/") == []
 
@@ -226,8 +197,6 @@ def test_every_error_is_kept_in_three_places_only() -> None:
         (environment_reads, "import os\nx = os.environ['A']"),
         (environment_reads, "import os\nx = os.getenv('A')"),
         (environment_reads, "from os import environ as e"),
-        (relative_imports, "from . import base"),
-        (global_statements, "def f():\n    global x\n    x = 1"),
         (broad_handlers, "try:\n    f()\nexcept:\n    pass"),
         (broad_handlers, "try:\n    f()\nexcept Exception:\n    raise ValueError"),
         (broad_handlers, "try:\n    f()\nexcept (OSError, BaseException) as e:\n    print(e)"),
@@ -239,18 +208,15 @@ def test_the_rules_find_what_they_are_for(rule: Rule, text: str) -> None:
     assert list(rule(nodes_of(text)))
 
 
-@pytest.mark.parametrize(
-    ("rule", "text"),
-    [
+def test_the_rules_leave_the_rest_alone() -> None:
+    for rule, text in [
         (code_running, "yaml.safe_load(text)\nmodel.eval()\nnp.load(p, allow_pickle=False)"),
         (environment_reads, "os.path.join('a')"),
         (broad_handlers, "try:\n    f()\nexcept BaseException:\n    undo()\n    raise"),
         (broad_handlers, "try:\n    f()\nexcept OSError:\n    pass"),
         (slow_drops, "del x[next(iter(y))]\nx.popitem(last=False)"),
-    ],
-)
-def test_the_rules_leave_the_rest_alone(rule: Rule, text: str) -> None:
-    assert list(rule(nodes_of(text))) == []
+    ]:
+        assert list(rule(nodes_of(text))) == []
 
 
 # --- layers

@@ -18,7 +18,6 @@ from pathlib import Path
 from statistics import median
 from typing import TypeAlias
 
-import numpy as np
 import torch
 from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM
 
@@ -27,7 +26,6 @@ from bench.blend.cases import (
     WHOLE,
     Case,
     Engine,
-    Estimate,
     Key,
     Part,
     designed_engine,
@@ -37,7 +35,6 @@ from bench.blend.cases import (
     paired,
     question_cases,
     quotient,
-    resampled,
     riddle_case,
     riddle_engine,
     table,
@@ -46,7 +43,7 @@ from bench.blend.cases import (
 )
 from bench.blend.model import MODEL_KEYS, ModelSizes, measure_model
 from bench.blend.riddles import STORY, make_riddle
-from bench.lib.report import Report, parser_of, timed
+from bench.lib.report import Report, median_of, parser_of, timed
 from bench.lib.traces import Ids as Tokens
 from bench.lib.workload import joined
 from kvstore.client.blend.cost import BlendPlanner, Decision, Speed
@@ -124,14 +121,8 @@ class Timing:
     full_s: list[float] = field(default_factory=list)
 
     @property
-    def to_full(self) -> Estimate:
-        """The median of the turns' ratios, and its 95 % interval."""
-        ratios = np.array(self.ratios)
-        return resampled(lambda pick: float(np.median(ratios[pick])), len(ratios))
-
-    @property
     def is_settled(self) -> bool:
-        ratio, low, high = self.to_full
+        ratio, low, high = median_of(self.ratios)
         return ratio < NEAR_FULL or high - low <= 2 * NARROW
 
 
@@ -269,15 +260,16 @@ def speed(report: Report, shape: StageShape, links_mb_per_s: Sequence[float]) ->
         ask()
         timings = [one for name in TIMED for one in stage.times(name, links_mb_per_s, ask)]
     for one in timings:
-        decision, (ratio, low, high) = one.decision, one.to_full
+        decision, (ratio, low, high) = one.decision, median_of(one.ratios)
         assert decision is not None
         words = f"of full [{low:.3f}, {high:.3f}]: {decision.action} at {decision.ratio:.0%}"
         report.note(f"  {one.selector} at {one.link_mb_per_s:g} MB/s", f"{ratio:.3f}", words)
-    slowest = max(timings, key=lambda one: one.to_full[0])
+    slowest = max(timings, key=lambda one: median(one.ratios))
+    to_full = median_of(slowest.ratios)
     report.add(
-        "slowest_vs_full_prefill", slowest.to_full[0],
+        "slowest_vs_full_prefill", to_full[0],
         f"time as the controller decides, {slowest.selector} at {slowest.link_mb_per_s:g} MB/s, "
-        f"{paired(slowest.to_full)}, {len(slowest.ratios)} turns",
+        f"{paired(to_full)}, {len(slowest.ratios)} turns",
         f"the model's full prefill, {median(slowest.full_s) * 1e3:.0f} ms",
     )  # fmt: skip
     blended = stage.to_full(stage.plan(TIMED[0]))

@@ -8,7 +8,7 @@ a store learns them from shadow prefills. Selectors see the question; what follo
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from itertools import pairwise
@@ -24,6 +24,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from bench.blend.riddles import BEGIN, Riddle, answered, make_designed
 from bench.lib import ROOT
+from bench.lib.report import Estimate, resampled
 from bench.lib.traces import TINYLM as FOLDER
 from bench.lib.traces import Ids as Tokens
 from bench.lib.traces import ids_of, rows_of
@@ -37,15 +38,12 @@ from kvstore.client.engines.transformers.blend_adapter import TransformersAdapte
 RIDDLE_FOLDER = ROOT / "data" / "riddlelm"
 OTHER_ORDERS = 2
 RATIOS = (0.15, 0.30)
-RESAMPLES = 2000
 _PREFIX, _CHUNK, _CHUNKS, _QUESTION, _SCORED = 128, 160, 3, 32, 64
 """Tokens of running text, and how many chunks."""
 
 Scores = tuple[float, ...]
 Placed = tuple[list[LayerKV], int]
 """KV of tokens, and the position where they stood."""
-Estimate = tuple[float, float, float]
-"""A figure and its interval."""
 Key = tuple[str, float]
 NAIVE: Key = ("naive", 0.0)
 WHOLE: Key = ("all", 1.0)
@@ -277,13 +275,6 @@ def quotient(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> Estimate
     return resampled(
         lambda pick: float(ours[pick].mean() / max(theirs[pick].mean(), least)), len(ours)
     )
-
-
-def resampled(value: Callable[[NDArray[np.int64]], float], count: int) -> Estimate:
-    """Return *value* of *count* cases, and its 95 % interval: cases drawn again and again."""
-    picks = np.random.default_rng(0).integers(0, count, (RESAMPLES, count))
-    low, high = np.quantile([value(pick) for pick in picks], [0.025, 0.975])
-    return value(np.arange(count)), float(low), float(high)
 
 
 def paired(found: Estimate) -> str:

@@ -76,7 +76,7 @@ def all_codes(chunks: Chunks, opponents: Opponents) -> Iterator[Coded]:
     """Yield what every codec makes of *chunks*; LMCache's only when it could be had."""
     for setting, family in FAMILIES.items():
         if family != IMPORTANCE or chunks.importance is not None:
-            yield from Coder.of(setting, chunks).code(chunks.bits, chunks.importance)
+            yield from Coder(setting, chunks).code(chunks.bits, chunks.importance)
     for bits in (4, 2):
         yield kivi(chunks.bits, bits, 64)
     lmcache, tensors = opponents.lmcache, TensorFile.write(opponents.folder, chunks.bits)
@@ -164,7 +164,7 @@ def measure(run: Run) -> None:
     else:
         points = _points_of_models(run)
         bits = [p.bits_per_value for p in points if p.codec == LOSSLESS]
-        bits += [one.bits_per_value for one in Coder.of(LOSSLESS, chunks).code(chunks.bits)]
+        bits += [one.bits_per_value for one in Coder(LOSSLESS, chunks).code(chunks.bits)]
         words = f"the worst of {len(bits)} KVs, synthetic the last of them"
         run.report.add(LOSSLESS_KEY, 16 / max(bits), words, "bf16, bar 1.45")
     measure_speeds(run.report, chunks, run.opponents, run.sizes.rounds)

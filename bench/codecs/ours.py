@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import Any
+from dataclasses import dataclass, replace
 
 import numpy as np
 from numpy.typing import NDArray
@@ -14,14 +13,12 @@ from bench.lib.report import cpu_s
 from kvstore.codecs.assets import ASSETS, AssetKind, pack_asset, parse_asset
 from kvstore.codecs.base import (
     ChunkTensors,
-    Codec,
     EncodeTerms,
     LossyCodec,
     codec_by_name,
     empty_tensors,
 )
 from kvstore.codecs.calibration import learn
-from kvstore.proto.buffers import Bytes
 from kvstore.proto.frame import FrameHeader, FrameTemplate
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.types import (
@@ -62,34 +59,23 @@ class Chunks:
         return cls(bits, Model(name, f"{digest(bits):x}", "none", "none", (group,), rope, "none"))
 
 
-@dataclass(slots=True)
 class Coder:
     """One codec with the memory it writes to: a frame, and the tensors of a chunk.
 
-    ``setting`` is the codec's name, with its terms after a colon.
+    *setting* is the codec's name, with its terms after a colon. Raises UnknownCodecError.
     """
 
-    setting: str
-    codec: Codec
-    terms: EncodeTerms
-    template: FrameTemplate
-    frame: Bytes = field(init=False)
-    tensors: list[list[list[Any]]] = field(init=False)
-
-    def __post_init__(self) -> None:
-        layout = self.template.layout
+    def __init__(self, setting: str, chunks: Chunks) -> None:
+        self.setting = setting
+        self.codec = codec_by_name(setting)
+        self.terms = EncodeTerms.of(chunks.model)
+        layout = KVLayout.of(chunks.model, chunks.bits.shape[3])
+        self.template = FrameTemplate(
+            ChunkKey(bytes(KEY_BYTES)), ROOT, representation_digest(chunks.model),
+            bytes(DIGEST_BYTES), layout,
+        )  # fmt: skip
         self.frame = np.zeros(self.codec.max_frame_bytes(layout), np.uint8)
         self.tensors = empty_tensors(layout)
-
-    @classmethod
-    def of(cls, setting: str, chunks: Chunks) -> Coder:
-        """Return the coder for *chunks*. Raises UnknownCodecError for a codec that is not there."""
-        codec = codec_by_name(setting)
-        template = FrameTemplate(
-            ChunkKey(bytes(KEY_BYTES)), ROOT, representation_digest(chunks.model),
-            bytes(DIGEST_BYTES), KVLayout.of(chunks.model, chunks.bits.shape[3]),
-        )  # fmt: skip
-        return cls(setting, codec, EncodeTerms.of(chunks.model), template)
 
     def code(self, bits: Bits, importance: NDArray[np.float32] | None = None) -> list[Coded]:
         """Return what the codec makes of *bits*: one for each level of its frames, base first.

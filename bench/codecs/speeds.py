@@ -46,7 +46,7 @@ def measure_speeds(report: Report, chunks: Chunks, opponents: Opponents, rounds:
     tensors = TensorFile.write(opponents.folder, heads_first)
 
     def ours(setting: str) -> Side:
-        return partial(Coder.of(setting, chunks).time, window)
+        return partial(Coder(setting, chunks).time, window)
 
     def compare(keys: tuple[str, str], mine: Speed, theirs: Speed) -> None:
         """Add the ratio of the encodes under the first key, of the decodes under the second."""

@@ -8,7 +8,6 @@ more here than anywhere else.
 
 from __future__ import annotations
 
-import random
 import tempfile
 import time
 from collections import Counter
@@ -37,7 +36,7 @@ from bench.engines.sides import (
     turns,
 )
 from bench.lib.processes import PeerSkippedError
-from bench.lib.report import Report, parser_of
+from bench.lib.report import Report, median_of, parser_of
 from bench.lib.vllm import PYTHON, make_model
 
 WARM_UP = 2
@@ -67,24 +66,12 @@ Bounds: TypeAlias = tuple[int, int]
 """At least, and at most."""
 Kind: TypeAlias = tuple[str, str]
 """A contestant, and the kind of request."""
-_DRAWS, _SEED, _TAIL = 1000, 20_26, 0.025
 
 
 def in_turn(sides: Sequence[Side], number: int) -> Sequence[Side]:
     """Return *sides* in an order whose first changes with *number*: no one profits from another."""
     first = number % len(sides)
     return [*sides[first:], *sides[:first]]
-
-
-def interval(found: Sequence[float]) -> tuple[float, float]:
-    """Return between what the median lies with 95 %, by drawing as many again and again.
-
-    Efron, Bootstrap methods: another look at the jackknife, 1979, section 2; percentiles.
-    """
-    draw = random.Random(_SEED)
-    medians = sorted(median(draw.choices(found, k=len(found))) for _ in range(_DRAWS))
-    at = round(_TAIL * _DRAWS)
-    return medians[at], medians[-1 - at]
 
 
 @dataclass(slots=True)
@@ -139,8 +126,8 @@ class Samples:
             report.skip([key], str(error))
             return
         base = key.endswith("overhead")
-        report.add(key, median(ratios) - base, self.ms(ours), self.ms(theirs))
-        low, high = (one - base for one in interval(ratios))
+        middle, low, high = (one - base for one in median_of(ratios))
+        report.add(key, middle, self.ms(ours), self.ms(theirs))
         words = f"with 95 % of what {len(ratios)} rounds might have been"
         report.note(f"  {key}", f"{low:.3f} to {high:.3f}", words)
 

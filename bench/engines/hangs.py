@@ -12,13 +12,12 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Iterator
 from contextlib import ExitStack
 from itertools import count
 from pathlib import Path
 from statistics import median
 
-from bench.engines.sides import CHUNK_TOKENS, STORE_BYTES, Field, Side, tokens
+from bench.engines.sides import CHUNK_TOKENS, STORE_BYTES, Field, Prompt, Side, tokens
 from bench.lib.processes import free_port
 from bench.lib.report import Report
 from bench.lib.vllm import make_model
@@ -32,44 +31,71 @@ BACK_S = 30.0
 PROMPT_TOKENS = CHUNK_TOKENS + 32
 
 
-def await_store(ours: Side, numbers: Iterator[int]) -> None:
-    """Ask until a prompt is stored and found again. Raises RuntimeError after BACK_S."""
-    deadline = time.monotonic() + BACK_S
-    while time.monotonic() < deadline:
-        prompt = tokens([(1, PROMPT_TOKENS)], next(numbers))
-        ours.ask([prompt])
-        ours.fresh()
-        found = ours.ask([prompt]).cached
-        ours.fresh()
-        if found:
-            return
-        time.sleep(0.1)
-    raise RuntimeError(f"the server is back, and not used within {BACK_S:g} s")
-
-
 class Pair:
-    """An engine without a store and ours, asked the same prompts that nobody knows."""
+    """An engine without a store and ours, asked the same prompts, which no pair has had before."""
+
+    _numbers = count(1)
 
     def __init__(self, plain: Side, ours: Side) -> None:
         self._plain, self._ours = plain, ours
-        self._numbers = count(1)
+
+    def _prompt(self) -> Prompt:
+        return tokens([(1, PROMPT_TOKENS)], next(self._numbers))
 
     def extra_ms(self) -> float:
-        """Return what ours took more, in ms."""
-        prompt = tokens([(1, PROMPT_TOKENS)], next(self._numbers))
-        took = []
-        for side in (self._plain, self._ours):
-            took.append(side.ask([prompt]).took_s)
-            side.engine.ask("drain")
-        return 1e3 * (took[1] - took[0])
+        """Return what ours took more for a prompt that nobody knows."""
+        prompt = self._prompt()
+        plain_s, ours_s = (_drained_s(side, prompt) for side in (self._plain, self._ours))
+        return 1e3 * (ours_s - plain_s)
 
     def await_store(self) -> None:
-        await_store(self._ours, self._numbers)
+        """Ask until a prompt is stored and found again. Raises RuntimeError after BACK_S."""
+        deadline = time.monotonic() + BACK_S
+        while time.monotonic() < deadline:
+            prompt = self._prompt()
+            self._ours.ask([prompt])
+            self._ours.fresh()
+            found = self._ours.ask([prompt]).cached
+            self._ours.fresh()
+            if found:
+                return
+            time.sleep(0.1)
+        raise RuntimeError(f"the server is back, and not used within {BACK_S:g} s")
 
     def gone(self, once: list[float], after: list[float]) -> None:
         """Take the requests of a time without a server: the first, and those after."""
         once.append(self.extra_ms())
         after += [self.extra_ms() for _ in range(AFTER)]
+
+    def hang_ms(self, pid: int) -> float:
+        """Return what a request takes more whose server, process *pid*, hangs before its load.
+
+        Raises RuntimeError if nothing was found, or the server is not used again.
+        """
+        prompt, ours = self._prompt(), self._ours
+        ours.ask([prompt])
+        ours.fresh()
+        alone_s = _drained_s(self._plain, prompt)
+        lost = _lost(ours)
+        ours.engine.ask("stop_before_load", pid=pid)
+        try:
+            took_s = ours.ask([prompt]).took_s
+        finally:
+            os.kill(pid, signal.SIGCONT)
+        if _lost(ours) == lost:
+            raise RuntimeError("the prompt was not found, or loaded from a server that is stopped")
+        ours.fresh()
+        return 1e3 * (took_s - alone_s)
+
+
+def _drained_s(side: Side, prompt: Prompt) -> float:
+    took_s = side.ask([prompt]).took_s
+    side.engine.ask("drain")
+    return took_s
+
+
+def _lost(ours: Side) -> int:
+    return int(ours.engine.ask("counts").get("worker_lost_chunks", 0))
 
 
 def measure_dead_server(report: Report, folder: Path, starts: Field, plain: Side) -> None:
@@ -109,32 +135,6 @@ PACE_S = 6.0
 """How soon a server answers is known anew at each heartbeat: engines that start make it slow."""
 
 
-def hang_ms(plain: Side, ours: Side, pid: int, number: int) -> float:
-    """Return what a request takes more whose server, process *pid*, hangs before its load.
-
-    Raises RuntimeError if nothing was found, or the server is not used again.
-    """
-    prompt = tokens([(1, PROMPT_TOKENS)], number)
-    ours.ask([prompt])
-    ours.fresh()
-    alone_s = plain.ask([prompt]).took_s
-    plain.engine.ask("drain")
-    lost = _lost(ours)
-    ours.engine.ask("stop_before_load", pid=pid)
-    try:
-        took_s = ours.ask([prompt]).took_s
-    finally:
-        os.kill(pid, signal.SIGCONT)
-    if _lost(ours) == lost:
-        raise RuntimeError("the prompt was not found, or loaded from a server that is stopped")
-    ours.fresh()
-    return 1e3 * (took_s - alone_s)
-
-
-def _lost(ours: Side) -> int:
-    return int(ours.engine.ask("counts").get("worker_lost_chunks", 0))
-
-
 def measure_hangs(report: Report, folder: Path) -> None:
     """Start an engine without a store and one for each transport, and have the server hang."""
     make_model(folder / "model")
@@ -145,14 +145,13 @@ def measure_hangs(report: Report, folder: Path) -> None:
         address, pid = stack.enter_context(serving(*flags))
         # A lookup that is late on a busy machine would be a miss, and no load would follow.
         patience = {"lookup_deadline_ms": LOOKUP_MS}
-        engines = [field.ours(address, transport=one, **patience) for one in TRANSPORTS]
-        numbers = count(1)
-        for ours in engines:
-            await_store(ours, numbers)
+        pairs = [Pair(plain, field.ours(address, transport=one, **patience)) for one in TRANSPORTS]
+        for pair in pairs:
+            pair.await_store()
         time.sleep(PACE_S)
-        for key, ours in zip(HANG_KEYS, engines, strict=True):
+        for key, pair in zip(HANG_KEYS, pairs, strict=True):
             found = []
             for _ in range(HANGS):
-                await_store(ours, numbers)
-                found.append(hang_ms(plain, ours, pid, next(numbers)))
+                pair.await_store()
+                found.append(pair.hang_ms(pid))
             report.add(key, median(found), words("more", found), "without a store")

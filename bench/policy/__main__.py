@@ -20,16 +20,7 @@ from bench.lib.report import Report, parser_of
 from bench.lib.traces import read_blocks
 from bench.policy.hybrid import add_hybrid, learn_prior, state_bytes_per_node
 from bench.policy.tiers import compare_writes
-from kvstore.cli.simulate import (
-    BlockLine,
-    BlockReplay,
-    BlockTrace,
-    Outcome,
-    Terms,
-    make_blocks,
-    read_trace,
-    replay_blocks,
-)
+from kvstore.cli.simulate import BlockReplay, BlockTrace, Outcome, Terms, replay_blocks
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.hit_density import HitDensityEviction
@@ -46,11 +37,6 @@ MEMORY_CHUNKS = 100_000
 
 _HINT_SEED = 5
 _PROMPT_CHUNKS = 16
-
-
-def block_lines(trace: str = CONVERSATION) -> list[BlockLine]:
-    lines = read_trace(TRACES / f"{trace}.jsonl")
-    return [line for line in lines if isinstance(line, BlockLine)]
 
 
 def replay(trace: str, size: str, policy: str) -> Outcome:
@@ -80,40 +66,37 @@ def add_hints(report: Report) -> None:
     The hint says of each prompt whether any of its blocks but the first, which all share, is
     asked for later; it is flipped for a share of the prompts.
     """
-    requests = block_lines()
-    none = second_half(requests, None)
-    useless = second_half(requests, flipped(requests, 0.5))
-    right = second_half(requests, flipped(requests, 0.1))
+    trace = read_blocks(CONVERSATION)
+    none = second_half(trace, None)
+    useless = second_half(trace, flipped(trace, 0.5))
+    right = second_half(trace, flipped(trace, 0.1))
     report.add("hint_90_5pct", right, "blocks hit, 5%, second half", "at least 0.319")
     report.add("hint_none", none, "the same without a hint")
     report.add("hint_50_cost", 100 * (none - useless), "points lost", "at most 1")
 
 
-def flipped(requests: Sequence[BlockLine], wrong: float) -> NDArray[np.bool_]:
+def flipped(trace: BlockTrace, wrong: float) -> NDArray[np.bool_]:
     """Return for each prompt whether it is used again, flipped for a share *wrong* of them."""
     later: set[int] = set()
-    used = np.zeros(len(requests), np.bool_)
-    for at in range(len(requests) - 1, -1, -1):
-        blocks = requests[at].block_ids
-        used[at] = any(block in later for block in blocks[1:] or blocks)
-        later.update(blocks)
-    return used ^ (np.random.default_rng(_HINT_SEED).random(len(requests)) < wrong)
+    used = np.zeros(len(trace.requests), np.bool_)
+    for at, one in reversed(list(enumerate(trace.requests))):
+        used[at] = any(block in later for block in one.chain[1:] or one.chain)
+        later.update(one.chain)
+    return used ^ (np.random.default_rng(_HINT_SEED).random(len(used)) < wrong)
 
 
-def second_half(requests: list[BlockLine], keeps: NDArray[np.bool_] | None) -> float:
+def second_half(trace: BlockTrace, keeps: NDArray[np.bool_] | None) -> float:
     """Return the share of blocks hit once the first half has taught how far to trust the hint."""
-    trace = make_blocks(requests)
     history = AccessHistory(trace.block_tokens)
     places = int(HINTS_SHARE * trace.blocks)
     cache = BlockReplay(HitDensityEviction(history), history, places)
     blocks = hits = 0
-    for at, request in enumerate(requests):
-        if at == len(requests) // 2:
+    for at, one in enumerate(trace.requests):
+        if at == len(trace.requests) // 2:
             blocks, hits = cache.blocks, cache.hit_blocks
         reuse = 0 if keeps is None else KEEP if keeps[at] else DISCARD
-        full = request.input_tokens % request.block_tokens == 0
-        facts = InsertInfo(full, reuse=reuse, prompt_chunks=len(request.block_ids))
-        cache.request(trace.requests[at].chain, request.time_s, facts)
+        facts = InsertInfo(one.is_full, reuse=reuse, prompt_chunks=len(one.chain))
+        cache.request(one.chain, one.time_s, facts)
     return (cache.hit_blocks - hits) / (cache.blocks - blocks)
 
 
@@ -194,7 +177,7 @@ PARTS: dict[str, Callable[[Report], None]] = {
     "lru": compare_all,
     "hybrid": add_hybrid,
     "hints": add_hints,
-    "tiers": lambda report: compare_writes(report, block_lines()),
+    "tiers": lambda report: compare_writes(report, read_blocks(CONVERSATION)),
     "costs": add_costs,
 }
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from bench.lib.report import Report
-from kvstore.cli.simulate import BlockLine
+from kvstore.cli.simulate import BlockTrace
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.lru import LruEviction
@@ -154,34 +154,27 @@ class TierReplay:
         self.counts.written += 1
 
 
-def run_two_tier(
-    requests: Sequence[BlockLine], shares: tuple[float, float], admission: str
-) -> TierCounts:
-    """Replay *requests* under the admission of that name; return the counts of the second half.
+def run_two_tier(trace: BlockTrace, shares: tuple[float, float], admission: str) -> TierCounts:
+    """Replay *trace* under the admission of that name; return the counts of the second half.
 
     The first half teaches the statistics.
     """
-    rows: dict[int, int] = {}
-    for request in requests:
-        for block in request.block_ids:
-            rows.setdefault(block, len(rows) + 1)
-    fast, slow = (int(share * len(rows)) for share in shares)
-    tokens = requests[0].block_tokens
+    fast, slow = (int(share * trace.blocks) for share in shares)
+    tokens = trace.block_tokens
     forecast = ReuseForecast(AccessHistory(tokens), tokens)
     replay = TierReplay((fast, slow), ADMISSIONS[admission], forecast)
-    for at, request in enumerate(requests):
-        if at == len(requests) // 2:
+    for at, one in enumerate(trace.requests):
+        if at == len(trace.requests) // 2:
             replay.counts = TierCounts()
-        chain = [rows[block] for block in request.block_ids]
-        facts = InsertInfo(request.input_tokens % tokens == 0, prompt_chunks=len(chain))
-        replay.request(chain, request.time_s, facts)
+        facts = InsertInfo(one.is_full, prompt_chunks=len(one.chain))
+        replay.request(one.chain, one.time_s, facts)
     return replay.counts
 
 
-def compare_writes(report: Report, requests: Sequence[BlockLine]) -> None:
+def compare_writes(report: Report, trace: BlockTrace) -> None:
     ratios, points = [], []
     for shares in SHARES:
-        ours, theirs = (run_two_tier(requests, shares, name) for name in ("auto", "through"))
+        ours, theirs = (run_two_tier(trace, shares, name) for name in ("auto", "through"))
         ratios.append(ours.written / max(1, theirs.written))
         points.append(100 * (ours.hits - theirs.hits) / max(1, ours.asked))
     report.add("two_tier_bytes_ratio", max(ratios), "over write-through", "at most 0.88")

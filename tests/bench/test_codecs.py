@@ -82,7 +82,7 @@ def test_an_opponent_that_read_other_tensors_ends_the_run(is_right: bool, tmp_pa
 
 def test_a_codec_that_calls_wrong_bytes_exact_ends_the_run(monkeypatch: pytest.MonkeyPatch) -> None:
     chunks = Chunks.of("bench/test", TINY, ROPE)
-    coder = Coder.of("raw", chunks)
+    coder = Coder("raw", chunks)
     monkeypatch.setattr(type(coder.codec), "decode_into", lambda *_: None)
     with pytest.raises(ValueError, match="raw: wrong bytes"):
         coder.code(chunks.bits)

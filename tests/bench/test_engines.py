@@ -12,13 +12,13 @@ from typing import Any
 
 import pytest
 from bench.engines import sides as engines_prompts
-from bench.engines.__main__ import Samples, interval
+from bench.engines.__main__ import Samples
 from bench.engines.sides import Side, Taken
 from bench.gpu import engines
 from bench.gpu.child import write
 from bench.gpu.engines import DECODE_CHUNKS, DECODE_REQUESTS, DECODE_ROUNDS, KEYS, summarize
 from bench.lib.processes import PeerSkippedError
-from bench.lib.report import Report
+from bench.lib.report import Report, median_of
 
 
 def side(name: str, *, has_store: bool = True) -> Side:
@@ -59,10 +59,12 @@ def test_an_overhead_is_what_is_above_one() -> None:
 
 
 def test_what_a_median_might_have_been_is_as_wide_as_its_rounds_are_apart() -> None:
-    assert interval([1.0] * 9) == (1.0, 1.0)
-    near, far = ([1.0 + step * (number - 20) for number in range(41)] for step in (0.001, 0.01))
-    assert interval(near)[0] < 1.0 < interval(near)[1] < 1.01
-    assert interval(far)[1] - interval(far)[0] > 5 * (interval(near)[1] - interval(near)[0])
+    assert median_of([1.0] * 9) == (1.0, 1.0, 1.0)
+    near, far = (
+        median_of([1.0 + step * (number - 20) for number in range(41)]) for step in (0.001, 0.01)
+    )
+    assert near[1] < near[0] == 1.0 < near[2] < 1.01
+    assert far[2] - far[1] > 5 * (near[2] - near[1])
     report = Report("engines")
     samples([1.1] * 9, [1.0] * 9).add(
         report, "miss_overhead", ("ours", "again"), ("plain", "again")

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterator
 
 import numpy as np
-from bench.policy.state_cache import STATE_CLASSES, GhostLimits, Ghosts, StateCache, state_class
+from bench.policy.state_cache import STATE_CLASSES, GhostLimits, StateCache, state_class
 from bench.policy.state_tree import HYBRID_7B, CheckpointTree, HybridModel, Node, Tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -25,11 +26,6 @@ def edge(node: Node) -> list[int]:
     """Return the tokens from the parent to *node*."""
     tokens: list[int] = np.frombuffer(node.edge, np.int32).tolist()
     return tokens
-
-
-def spelt(node: Node) -> list[int]:
-    """Return all tokens up to *node*."""
-    return [token for one in reversed(list(node.path_up())) for token in edge(one)]
 
 
 def recounted_bytes(tree: CheckpointTree) -> int:
@@ -257,49 +253,19 @@ def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return same
 
 
-class Remembered:
-    """A tree with ghosts, and what was forgotten of it."""
-
-    def __init__(self, nodes: int, tokens: int = 1000) -> None:
-        self.tree = CheckpointTree(SMALL)
-        self.ghosts = Ghosts(self.tree, GhostLimits(nodes, tokens))
-        self.forgotten: list[Node] = []
-
-    def see(self, *values: int) -> Node:
-        sequence = ids(*values)
-        match = self.tree.match(sequence)
-        leaves, end = self.tree.extend(match, sequence)
-        self.tree.tick += 1
-        self.ghosts.touch([*match.path, leaves, end])
-        return end
-
-    def trim(self) -> None:
-        self.ghosts.trim(self.forgotten.append)
-
-    def knows(self, *values: int) -> bool:
-        path = self.tree.match(ids(*values)).path
-        return bool(path) and path[-1].depth == len(values)
-
-
 def test_the_sequence_that_was_seen_longest_ago_is_forgotten_first() -> None:
-    one = Remembered(nodes=2)
-    for sequence in ((1, 1), (2, 2), (1, 1), (3, 3)):
-        one.see(*sequence)
-    one.trim()
-    assert not one.knows(2, 2)
-    assert one.knows(1, 1)
-    assert one.knows(3, 3)
-    assert len(one.forgotten) == 1
+    cache = StateCache(SMALL, 0, GhostLimits(2, 1000))
+    for at, token in enumerate((1, 2, 1, 3)):
+        cache.request(ids(token, token), 2, float(at))
+    assert [bool(cache.tree.match(ids(token)).into) for token in (1, 2, 3)] == [True, False, True]
 
 
-def test_limits_hold_whatever_comes() -> None:
+def test_what_is_remembered_stays_within_its_limits() -> None:
     for limit in [1, 7, 50]:
-        one = Remembered(limit, tokens=4 * limit)
-        rng = np.random.default_rng(limit)
-        for _ in range(500):
-            one.see(*rng.integers(0, 3, rng.integers(1, 9)).tolist())
-            one.trim()
-            branches = sum(len(node.children) > 1 for node in nodes(one.tree))
-            assert one.tree.nodes - branches <= limit
-            assert len(one.ghosts._queue) <= one.tree.nodes
-        assert one.forgotten
+        cache, rng = StateCache(SMALL, 3 * STATE, GhostLimits(limit, 4 * limit)), random.Random(1)
+        for at in range(500):
+            sequence = ids(*(rng.randrange(3) for _ in range(rng.randrange(1, 9))))
+            cache.request(sequence, len(sequence), float(at))
+            tree = cache.tree
+            branches = sum(len(node.children) > 1 for node in nodes(tree) if not node.held)
+            assert tree.nodes - len(tree.held) - branches <= limit

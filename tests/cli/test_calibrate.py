@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -21,9 +20,11 @@ from helpers.lossy_copies import leave_on_disk
 from helpers.torch_engine import OPTIONS, prefill, random_ids
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import save
 from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 
 from kvstore.cli.trials import load_model
+from kvstore.client.chunk import to_torch
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
 from kvstore.codecs.assets import Asset, AssetKind, AssetShelf
 from kvstore.codecs.base import Part
@@ -42,7 +43,7 @@ TINYLM = Path(__file__).resolve().parents[2] / "data" / "tinylm"
 Run = Callable[..., tuple[int, str]]
 ServerMaker = Callable[..., LocalServer]
 NAMES = {LayerKind.attention: ("key", "value"), LayerKind.mla: ("latent",)}
-TYPES = {DType.bfloat16: "BF16", DType.float16: "F16", DType.float32: "F32"}
+TYPES = (DType.bfloat16, DType.float16, DType.float32)
 
 
 @pytest.fixture(autouse=True)
@@ -59,20 +60,12 @@ def few_trials(monkeypatch: pytest.MonkeyPatch) -> int:
 
 
 def safetensors(layers: list[list[Part]], component: Component) -> bytes:
-    """Return *layers* as the file format has it: header size, JSON, tensors."""
-    rows: dict[str, object] = {"__metadata__": {"by": "test"}}
-    body = b""
-    for number, parts in enumerate(layers):
-        for name, part in zip(NAMES[component.kind], parts, strict=True):
-            data = part.tobytes()
-            rows[f"layer.{number}.{name}"] = {
-                "dtype": TYPES[component.dtype],
-                "shape": list(part.shape),
-                "data_offsets": [len(body), len(body) + len(data)],
-            }
-            body += data
-    header = json.dumps(rows).encode()
-    return struct.pack("<Q", len(header)) + header + body
+    tensors = {
+        f"layer.{number}.{name}": to_torch(part, component.dtype).contiguous()
+        for number, parts in enumerate(layers)
+        for name, part in zip(NAMES[component.kind], parts, strict=True)
+    }
+    return save(tensors, {"by": "test"})
 
 
 def npy(path: Path, layers: list[list[Part]], component: Component) -> Path:
@@ -134,10 +127,6 @@ def test_safetensors_and_npy_are_the_same_samples(dtype: DType, tmp_path: Path) 
 
 
 def test_a_model_is_calibrated_from_a_text(tmp_path: Path, kvstore: Kvstore) -> None:
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-
-    from kvstore.client.engines.transformers.identity import representation_of
-
     rows = (TINYLM / "heldout.jsonl").read_text().splitlines()
     text = tmp_path / "text.txt"
     text.write_text("\n".join(json.loads(row)["text"] for row in rows[:4]))
@@ -147,8 +136,7 @@ def test_a_model_is_calibrated_from_a_text(tmp_path: Path, kvstore: Kvstore) -> 
         assert run.status == 0, run.err
     shelf = AssetShelf()
     assert shelf.load_folder(tmp_path) == 3
-    model = AutoModelForCausalLM.from_pretrained(TINYLM, dtype="auto")
-    representation = representation_of(model, AutoTokenizer.from_pretrained(TINYLM))
+    representation = representation_of(*load_model(TINYLM))
     asset = shelf.for_model(AssetKind.cachegen, representation_digest(representation))
     assert asset.tables["0.anchors"].shape == (6, 2, 4, 32)
     tables = shelf.for_model(AssetKind.kvtc, asset.representation).tables
@@ -202,15 +190,10 @@ def test_arrays_that_are_no_kv_are_refused_by_name(tmp_path: Path) -> None:
 
 
 def test_dumps_of_rotated_keys_make_no_asset_of_kvtc_but_latents_do(tmp_path: Path) -> None:
-    for component, is_refused in [(GQA, True), (MLA, False)]:
-        folder = tmp_path / component.kind.name
-        folder.mkdir()
-        samples = read_dumps(dumps(folder, component), MODEL)
-        if is_refused:
-            with pytest.raises(InvalidRequestError, match="give the model and a text"):
-                make_asset(AssetKind.kvtc, samples, folder)
-        else:
-            assert make_asset(AssetKind.kvtc, samples, folder)[1].kind is AssetKind.kvtc
+    with pytest.raises(InvalidRequestError, match="give the model and a text"):
+        make_asset(AssetKind.kvtc, read_dumps(dumps(tmp_path), MODEL), tmp_path)
+    latents = read_dumps(dumps(tmp_path, MLA), MODEL)
+    assert make_asset(AssetKind.kvtc, latents, tmp_path)[1].kind is AssetKind.kvtc
 
 
 def test_dumps_of_two_models_with_nan_or_too_short_are_refused(tmp_path: Path) -> None:
@@ -379,16 +362,10 @@ def make_model(folder: Path, *, looks_around: bool) -> Path:
     """Save a Llama whose logits come from each token alone, or from all before it."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        vocab_size=4096,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        head_dim=16,
-        initializer_range=0.3 if looks_around else 0.02,
-        tie_word_embeddings=not looks_around,
-    )
+        vocab_size=4096, hidden_size=32, intermediate_size=48, num_hidden_layers=3,
+        num_attention_heads=2, num_key_value_heads=1, head_dim=16,
+        initializer_range=0.3 if looks_around else 0.02, tie_word_embeddings=not looks_around,
+    )  # fmt: skip
     model: Any = LlamaForCausalLM(config)
     if looks_around:
         model.lm_head.weight.data.mul_(4)  # sure of what it says
@@ -449,12 +426,7 @@ def test_a_model_that_blends_badly_stays_closed(
 @pytest.mark.usefixtures("few_trials")
 @pytest.mark.parametrize("has_prefix", [True, False])
 def test_prompts_begin_with_the_prefix_that_is_given_or_what_stands_for_bos(
-    server: LocalServer,
-    calibrate: Run,
-    model: Path,
-    text: Path,
-    tmp_path: Path,
-    has_prefix: bool,
+    server: LocalServer, calibrate: Run, model: Path, text: Path, tmp_path: Path, has_prefix: bool
 ) -> None:
     """It is all that is exact: the prefix, or the text's first tokens where there is no BOS."""
     if has_prefix:
@@ -474,13 +446,9 @@ def test_prompts_begin_with_the_prefix_that_is_given_or_what_stands_for_bos(
 
 
 def test_a_model_that_blends_well_on_the_questions_that_are_given_has_its_gate_opened(
-    server: LocalServer,
-    calibrate: Run,
-    model: Path,
-    tmp_path: Path,
-    few_trials: int,
+    server: LocalServer, calibrate: Run, model: Path, tmp_path: Path, few_trials: int,
     kvstore: Kvstore,
-) -> None:
+) -> None:  # fmt: skip
     shown = kvstore("status", server.address, "--all").out
     assert ("rag" in shown, "blend_resolves" in shown) == (False, True)
     documents = [" ".join(WORDS * times) for times in (2, 3, 4)]
@@ -507,14 +475,12 @@ def test_what_cannot_be_tried_is_refused_by_name(
     questions = tmp_path / "questions"
     good = '{"documents": ["one", "two"], "question": "which?"}'
     for line in (
-        "{",
-        "[]",
-        '{"documents": ["one", "two"]}',
+        "{", "[]", '{"documents": ["one", "two"]}',
         '{"documents": ["one"], "question": "which?"}',
         '{"documents": ["one", ""], "question": "which?"}',
         '{"documents": [1, 2], "question": "which?"}',
         '{"documents": ["one", "two"], "question": null}',
-    ):
+    ):  # fmt: skip
         questions.write_text(f"{good}\n{line}\n")
         status, shown = calibrate(server, model, "--questions", questions)
         assert (status, "questions='line 2'" in shown) == (2, True), shown

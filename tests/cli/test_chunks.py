@@ -60,15 +60,15 @@ def test_ls_shows_each_chunk_once_in_pages_that_follow_each_other(
     assert (first["hits"], first["tokens"], first["context_tokens"]) == (1, 16, 0)
     assert [copy["tier"] for copy in first["copies"]] == ["cpu", "disk"]
     assert 0 <= first["idle_s"] < 60
-    found: list[str] = []
-    after: str | None = ""
-    while after is not None:
-        argv = ("--limit", 3, *(("--after", after) if after else ()))
+    found, more = list[str](), True
+    while more:
+        argv = ("--limit", 3, *(("--after", found[-1]) if found else ()))
         _, out, _ = kvstore("ls", "--json", "--address", server.address, *argv)
         (space,) = json.loads(out)["spaces"]
         assert 1 <= len(space["chunks"]) <= 3
         found += [one["digest"] for one in space["chunks"]]
-        after = space["after"]
+        more = space["after"] is not None
+        assert space["after"] == (found[-1] if more else None)
     assert found == sorted(map(digest, keys))
     out = kvstore("ls", "--address", server.address, "--limit", 2)[1]
     assert f"--after {found[1]}" in out
@@ -84,10 +84,8 @@ def test_ls_keeps_models_apart_and_names_their_namespaces(
     store(other, 1, 1)
     _, out, _ = kvstore("ls", "--spaces", "--json", "--address", server.address)
     spaces = {row["namespace"]: row for row in json.loads(out)["spaces"]}
-    assert {name: row["chunks"] for name, row in spaces.items()} == {
-        one.namespace.hex(): 2,
-        other.namespace.hex(): 1,
-    }
+    chunks = {name: row["chunks"] for name, row in spaces.items()}
+    assert chunks == {one.namespace.hex(): 2, other.namespace.hex(): 1}
     assert spaces[one.namespace.hex()]["tenant"] == "default"
     chosen = ("--namespace", other.namespace.hex()[:8])
     assert len(listed(kvstore, "--address", server.address, *chosen)) == 1
@@ -122,18 +120,13 @@ def test_stat_tells_all_of_a_chunk_and_verifies_it(kvstore: Kvstore, server: Loc
     status, out, _ = kvstore("stat", digest(keys[1])[:10], "--json", "--address", server.address)
     facts = json.loads(out)
     assert (status, facts["key"], facts["verified"]) == (0, keys[1].hex(), True)
-    assert (facts["parent"], facts["context_tokens"], facts["position"]) == (
-        digest(keys[0]),
-        16,
-        16,
-    )
+    assert facts["parent"] == digest(keys[0])
+    assert (facts["context_tokens"], facts["position"]) == (16, 16)
     assert facts["representation"]["model_id"] == SMALL.model_id
     (component,) = facts["components"]
     assert (component["kind"], component["tokens"]) == ("attention", 16)
-    assert {copy["tier"]: copy["policy"] for copy in facts["copies"]} == {
-        "cpu": "hit_density",
-        "disk": "hit_density",
-    }
+    copies = {copy["tier"]: copy["policy"] for copy in facts["copies"]}
+    assert copies == {"cpu": "hit_density", "disk": "hit_density"}
     ranks = [
         json.loads(kvstore("stat", key.hex(), "--json", "--address", server.address)[1])["copies"]
         for key in keys
@@ -231,6 +224,3 @@ def test_clear_asks_whoever_sits_there_and_takes_no_for_an_answer(
 def _size(rows: list[dict[str, Any]]) -> int:
     (size,) = {copy["size_bytes"] for row in rows for copy in row["copies"]}
     return int(size)
-
-
-# --- tenants

@@ -37,11 +37,8 @@ def report(tiers: Mapping[str, int]) -> dict[str, Any]:
 
 def judged(**changes: dict[str, Any]) -> dict[str, Any]:
     """The demo's figures when the processes named in *changes* saw something else."""
-    reports = {
-        "first": report({}),
-        "second": report({"cpu": 99}),
-        "restarted": report({"disk": 99}),
-    }
+    names = ("first", "second", "restarted")
+    reports = dict(zip(names, map(report, ({}, {"cpu": 99}, {"disk": 99})), strict=True))
     for name, change in changes.items():
         reports[name] |= change
     return judge(reports, duration_s=1.0)
@@ -71,27 +68,17 @@ def test_whatever_did_not_hold_is_a_problem() -> None:
 def test_a_folder_without_a_model_is_refused_with_what_it_lacks_and_what_to_give(
     tmp_path: Path, kvstore: Kvstore
 ) -> None:
-    files: dict[str, str | None] = {
-        "config.json": "{}",
-        "model.safetensors": "",
-        "tokenizer.json": "",
-    }
-    lacking: list[tuple[dict[str, str | None], str]] = [
-        ({"config.json": "[]"}, "no config.json"),
-        ({"config.json": None}, "no config.json"),
-        ({"model.safetensors": None}, "no weights (*.safetensors or *.bin)"),
-        ({"tokenizer.json": None}, "no tokenizer (tokenizer*)"),
-    ]
-    for number, (change, absent) in enumerate(lacking):
-        folder = tmp_path / str(number)
-        folder.mkdir()
-        for name, content in (files | change).items():
-            if content is not None:
-                (folder / name).write_text(content)
-        status, _, err = kvstore("demo", "--model", folder)
+    rest = ["no weights (*.safetensors or *.bin)", "no tokenizer (tokenizer*)"]
+    for name, content, absent in (
+        ("other.json", "{}", ", ".join(["no config.json", *rest])),
+        ("config.json", "[]", ", ".join(["no config.json", *rest])),
+        ("config.json", "{}", ", ".join(rest)), ("model.safetensors", "", rest[1]),
+    ):  # fmt: skip
+        (tmp_path / name).write_text(content)
+        status, _, err = kvstore("demo", "--model", tmp_path)
         words = " ".join(err.split())
         assert (status, "make real-model" in words) == (2, True)
-        assert f"model='{folder}': {absent} there: give a folder" in words
+        assert f"model='{tmp_path}': {absent} there: give a folder" in words
 
 
 def test_a_prompt_longer_than_the_model_takes_is_refused() -> None:

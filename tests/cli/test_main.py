@@ -12,21 +12,21 @@ import sys
 from collections.abc import Iterator
 from concurrent import futures
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from types import SimpleNamespace
+from typing import Any
 
 import grpc
 import pytest
-import typer
 import yaml
 from google.protobuf.descriptor import FieldDescriptor
 from google.protobuf.message import Message
 from google.protobuf.message_factory import GetMessageClass
-from helpers.kvstore_command import Kvstore, Ran
+from helpers.kvstore_command import COMMANDS, Kvstore, Ran
+from helpers.kvstore_command import PROGRAM as KVSTORE
 from helpers.local_server import LocalServer
 from helpers.redis_process import free_port
 from helpers.trust_world import World
 from rich.console import Console
-from typing_extensions import override
 
 from kvstore import __version__
 from kvstore.cli.app import (
@@ -57,20 +57,6 @@ LOCAL = {
 """Commands that call no server."""
 
 
-def commands(group: Any, start: str = "") -> dict[str, Any]:
-    """Return every command by what is typed."""
-    found: dict[str, Any] = {}
-    for name, one in group.commands.items():
-        found |= (
-            commands(one, f"{start}{name} ") if hasattr(one, "commands") else {start + name: one}
-        )
-    return found
-
-
-ROOT: Any = typer.main.get_command(root)
-COMMANDS = commands(ROOT)
-
-
 def example_of(name: str) -> str:
     return str(COMMANDS[name].epilog.rpartition("Example:\n")[2].strip())
 
@@ -88,8 +74,8 @@ def refused(ran: Ran, *words: str) -> bool:
 
 
 def test_every_command_is_listed_in_its_section() -> None:
-    assert {one.rich_help_panel for one in ROOT.commands.values()} == set(SECTIONS[:-1])
-    assert all(one.commands for one in ROOT.commands.values() if hasattr(one, "commands"))
+    assert {one.rich_help_panel for one in KVSTORE.commands.values()} == set(SECTIONS[:-1])
+    assert all(one.commands for one in KVSTORE.commands.values() if hasattr(one, "commands"))
 
 
 def test_help_has_a_synopsis_what_it_does_its_codes_and_an_example(kvstore: Kvstore) -> None:
@@ -389,26 +375,14 @@ def _value(field: Any) -> Any:
     return 0 if field.name == "left" else _VALUES.get(field.cpp_type, 1)
 
 
-if TYPE_CHECKING:
-    Handler = grpc.GenericRpcHandler[Any, Any]
-else:  # grpc's classes are generic in its stubs only
-    Handler = grpc.GenericRpcHandler
+@pytest.fixture
+def hostile() -> Iterator[tuple[SimpleNamespace, str]]:
+    """Serves every method; where it ``refuses``, by an error whose reason is HOSTILE."""
+    state = SimpleNamespace(refuses=False)
 
-
-class _Hostile(Handler):
-    """Answers every method; with *refuses* by an error that has HOSTILE for its reason."""
-
-    refuses = False
-
-    @override
-    def service(self, handler_call_details: grpc.HandlerCallDetails) -> Any:
-        name = handler_call_details.method.rpartition("/")[2]
-        method = _SERVICE.methods_by_name.get(name)
-        if method is None:
-            return None
-
+    def handler(method: Any) -> Any:
         def answer(request: bytes, context: grpc.ServicerContext) -> bytes:
-            if self.refuses:
+            if state.refuses:
                 context.abort(grpc.StatusCode.INVALID_ARGUMENT, HOSTILE.replace("\n", " "))
             return spoil(GetMessageClass(method.output_type)()).SerializeToString()
 
@@ -416,15 +390,13 @@ class _Hostile(Handler):
             return grpc.unary_stream_rpc_method_handler(lambda *call: iter([answer(*call)]))
         return grpc.unary_unary_rpc_method_handler(answer)
 
-
-@pytest.fixture
-def hostile() -> Iterator[tuple[_Hostile, str]]:
-    handler = _Hostile()
+    handlers = {one.name: handler(one) for one in _SERVICE.methods}
     server = grpc.server(futures.ThreadPoolExecutor(2))
-    server.add_generic_rpc_handlers((handler,))
+    generic = grpc.method_handlers_generic_handler(_SERVICE.full_name, handlers)
+    server.add_generic_rpc_handlers((generic,))
     port = server.add_insecure_port("127.0.0.1:0")
     server.start()
-    yield handler, f"127.0.0.1:{port}"
+    yield state, f"127.0.0.1:{port}"
     server.stop(None).wait(WAIT_S)
 
 
@@ -442,14 +414,12 @@ HOSTILE_COMMANDS = [
 
 @pytest.mark.parametrize("command", HOSTILE_COMMANDS, ids=" ".join)
 def test_what_a_server_tells_is_printed_as_text_and_not_obeyed(
-    hostile: tuple[_Hostile, str],
-    command: tuple[str, ...],
-    kvstore: Kvstore,
+    hostile: tuple[SimpleNamespace, str], command: tuple[str, ...], kvstore: Kvstore,
     monkeypatch: pytest.MonkeyPatch,
-) -> None:
+) -> None:  # fmt: skip
     monkeypatch.setenv("COLUMNS", "1500")
-    handler, address = hostile
-    for handler.refuses in (False, True):
+    state, address = hostile
+    for state.refuses in (False, True):
         run = kvstore(*command, "--address", address)
         text = run.out + run.err
         assert "[bold red]rich[/] :skull:" in text

@@ -231,8 +231,7 @@ def test_events_are_what_is_there_now_or_what_comes_and_goes(
 def test_scrub_says_what_it_checked_and_fails_on_damage(
     kvstore: Kvstore, server: LocalServer
 ) -> None:
-    with Client(server.address, SMALL, server.connect().options) as client:
-        keys = store(client, 1, 4)
+    keys = store(server.connect(), 1, 4)
     server.settled()
     status, out, _ = kvstore("scrub", server.address, "--json")
     assert (status, json.loads(out)["damaged_chunks"]) == (0, 0)
@@ -245,7 +244,7 @@ def test_scrub_says_what_it_checked_and_fails_on_damage(
     assert kvstore("scrub", server.address, "--rate", "much")[0] == 2
 
 
-# --- hints
+# --- bench and drain
 
 
 def few(server: LocalServer, *more: str) -> tuple[str, ...]:
@@ -337,8 +336,6 @@ def test_a_codec_that_cannot_be_measured_is_named_with_the_reason(
     run = kvstore("codecs", "--json")
     report = json.loads(run.out)
     assert (run.status, report["codecs"]) == (0, [])
-    assert sorted(report["not_measured"]) == sorted(NAMES_BY_ID.values()), (
-        "every one, unless some are named"
-    )
+    assert sorted(report["not_measured"]) == sorted(NAMES_BY_ID.values()), "as none is named"
     assert next(iter(report["not_measured"])) == "raw"
     assert "no tables" in report["not_measured"]["lossless"]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import random
 from pathlib import Path
@@ -50,6 +49,15 @@ def write(path: Path, *lines: object) -> Path:
     file = path / "trace.jsonl"
     file.write_text("".join(f"{x if isinstance(x, str) else json.dumps(x)}\n" for x in lines))
     return file
+
+
+def blocks(path: Path, *prompts: tuple[int, ...]) -> Path:
+    """Write prompts of whole blocks, a second from each to the next."""
+    lines = [
+        {"timestamp": 1000 * at, "input_length": 512 * len(ids), "hash_ids": ids}
+        for at, ids in enumerate(prompts)
+    ]
+    return write(path, *(BLOCKS | line for line in lines))
 
 
 def complaint(path: Path, *lines: object) -> str:
@@ -196,14 +204,14 @@ def names(*numbers: int) -> bytes:
     return b"".join(number.to_bytes(8, "big") for number in numbers)
 
 
-def written(tmp_path: Path, *records: pb.TraceRecord, block_tokens: int = 100) -> list[BlockLine]:
-    text = io.BytesIO()
-    writer = TraceWriter(text, block_tokens)
-    for one in records:
-        writer.write(one)
-    (tmp_path / "t.jsonl").write_bytes(text.getvalue())
-    lines = read_trace(tmp_path / "t.jsonl")
-    return [line for line in lines if isinstance(line, BlockLine)]
+def written(tmp_path: Path, *records: pb.TraceRecord) -> list[BlockLine]:
+    """Return what is read of a recording of *records* in blocks of 100 tokens."""
+    path = tmp_path / "t.jsonl"
+    with path.open("wb") as file:
+        writer = TraceWriter(file, 100)
+        for one in records:
+            writer.write(one)
+    return [line for line in read_trace(path) if isinstance(line, BlockLine)]
 
 
 def test_chunks_become_numbers_in_the_order_of_their_first_appearance(tmp_path: Path) -> None:
@@ -240,11 +248,7 @@ def test_what_cannot_be_recorded_or_replayed_is_told(
 
 def test_a_replay_counts_what_the_server_had(make_server: ServerMaker, tmp_path: Path) -> None:
     server = make_server()
-    prompts: list[list[int]] = [[0, 1, 2], [0, 1, 2, 3], [7], [0, 7], []]
-    path = write(
-        tmp_path,
-        *({**BLOCKS, "input_length": 512 * len(ids), "hash_ids": ids} for ids in prompts),
-    )
+    path = blocks(tmp_path, (0, 1, 2), (0, 1, 2, 3), (7,), (0, 7), ())
     done = replay_trace(server.address, path, 16 << 10)
     assert (done.requests, done.blocks, done.hit_blocks) == (5, 10, 4)
     assert (done.stored, done.refused) == (6, 0)
@@ -270,21 +274,6 @@ def test_a_recording_ends_with_the_names_there_may_be(
 Trace = list[tuple[list[int], float]]
 CONVERSATION = TRACES / "mooncake_conversation_trace.jsonl"
 SMALL = TRACES / "dev_chat_lmsyslike_sps1_n100.jsonl"
-
-
-def blocks(path: Path, *prompts: tuple[int, ...], tokens: int = 512) -> Path:
-    file = path / "blocks.jsonl"
-    lines = [
-        {
-            "timestamp": 1000 * at,
-            "input_length": tokens * len(ids),
-            "output_length": 1,
-            "hash_ids": list(ids),
-        }
-        for at, ids in enumerate(prompts)
-    ]
-    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
-    return file
 
 
 def as_json(kvstore: Kvstore, *argv: str) -> Any:

@@ -2,26 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 
 import pytest
+from conftest import ServerMaker
 from helpers.coarse_codec import coarse_codec
 from helpers.local_server import LocalServer
 from helpers.lossy_copies import leave_on_disk
-from helpers.prompts import (
-    MEDIUM,
-    chunks_of,
-    parts_of,
-    store,
-    tokens,
-)
+from helpers.prompts import MEDIUM, chunks_of, parts_of, store, tokens
 
 from kvstore.client import Client, chunk_reads
 from kvstore.client.transports import base
 from kvstore.proto.messages import accuracy_number
 from kvstore.proto.types import EXACT, Accuracy, ChunkKey, Stated
 
-ServerMaker = Callable[..., LocalServer]
 CHUNKS = 3
 
 

@@ -9,13 +9,7 @@ import pytest
 from conftest import ServerMaker
 from contracts.layers import assert_layer, layers_of, planned
 from helpers.local_server import LocalServer
-from helpers.prompts import (
-    SMALL,
-    assert_reads,
-    is_right,
-    keys_of,
-    store,
-)
+from helpers.prompts import SMALL, assert_reads, is_right, keys_of, store
 
 from kvstore.client import Client
 from kvstore.client.planning import PlanTerms, PrefillModel
@@ -39,7 +33,7 @@ def server(make_server: ServerMaker) -> LocalServer:
 
 
 @EVERY
-def test_a_prompt_of_several_batches_is_found_and_read_whole(client: Client) -> None:
+def test_a_prompt_of_several_batches_is_found_read_and_counted_whole(client: Client) -> None:
     keys = store(client, 1, CHUNKS)
     match = client.lookup(keys=[*keys, *keys_of(client, 2, 2)])
     assert (match.ready, match.pending, match.missing) == (CHUNKS, 0, 2)
@@ -49,25 +43,25 @@ def test_a_prompt_of_several_batches_is_found_and_read_whole(client: Client) -> 
     room = [empty_tensors(KVLayout.of(SMALL, 16)) for _ in keys]
     assert len(client.get_chunks(keys, room)) == CHUNKS
     assert all(is_right(client, *pair) for pair in zip(keys, room, strict=True))
+    assert client.pin(keys=keys, ttl=60.0) == client.unpin(keys=keys) == CHUNKS
+    assert len(client.stat(keys=keys)) == CHUNKS
+    assert client.announce_puts(keys_of(client, 2, 9), within=60.0) == 9
+    assert client.delete(keys=keys) == CHUNKS
 
 
-def test_a_lookup_ends_at_the_first_batch_with_a_miss(server: LocalServer, client: Client) -> None:
+def test_lookups_and_reads_end_at_the_first_batch_with_a_miss(
+    server: LocalServer, client: Client
+) -> None:
     keys = store(client, 1, CHUNKS)
-    assert client.delete(keys=keys[5:6]) == 1
-    before = server.counter("lookups")
-    match = client.lookup(keys=keys)
-    assert (match.ready, match.missing) == (5, CHUNKS - 5)
-    assert server.counter("lookups") == before + 2
-    assert len(client.get_chunks(keys)) == 5
-
-
-def test_a_read_ends_where_a_batch_begins_that_is_not_there(client: Client) -> None:
-    keys = store(client, 1, CHUNKS)
-    assert client.delete(keys=keys[2 * LIMIT :]) == 3
-    assert_reads(client, keys[: 2 * LIMIT])
-    assert len(client.get_chunks(keys)) == client.lookup(keys=keys).ready == 2 * LIMIT
-    found = {one.id: len(one.tensors) for one in client.get_chunk_layers(keys)}
-    assert found == {0: 2 * LIMIT, 1: 2 * LIMIT}
+    for deleted, ready, asked in ((keys[2 * LIMIT :], 2 * LIMIT, 3), (keys[5:6], 5, 2)):
+        assert client.delete(keys=deleted) == len(deleted)
+        before = server.counter("lookups")
+        match = client.lookup(keys=keys)
+        assert (match.ready, match.missing) == (ready, CHUNKS - ready)
+        assert server.counter("lookups") == before + asked
+        assert_reads(client, keys[:ready])
+        assert len(client.get_chunks(keys)) == ready
+        assert {len(one.tensors) for one in client.get_chunk_layers(keys)} == {ready}
 
 
 @EVERY
@@ -111,15 +105,6 @@ def test_a_batch_that_is_late_ends_what_was_read_before_it(
     found = client.get_chunks(keys)
     assert len(found) == 2 * LIMIT
     assert all(is_right(client, *pair) for pair in zip(keys, found, strict=False))
-
-
-def test_what_is_counted_is_counted_over_all_batches(client: Client) -> None:
-    keys = store(client, 1, CHUNKS)
-    assert client.pin(keys=keys, ttl=60.0) == CHUNKS
-    assert client.unpin(keys=keys) == CHUNKS
-    assert len(client.stat(keys=keys)) == CHUNKS
-    assert client.announce_puts(keys_of(client, 2, 9), within=60.0) == 9
-    assert client.delete(keys=keys) == CHUNKS
 
 
 def test_a_key_of_another_namespace_in_a_later_batch_changes_nothing(

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import inspect
-import socket
-import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -15,6 +13,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ServerMaker
+from contracts.layers import layers_of, planned
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.pages import engine_pages
 from helpers.prompts import (
@@ -35,23 +35,17 @@ from kvstore.client import (
     ClientOptions,
     PlannedChunk,
     Shard,
-    chunk_reads,
 )
 from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.options import TransportName
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import (
-    DeadlineError,
     InvalidRequestError,
     KVStoreError,
     LayoutMismatchError,
     LeaseExpiredError,
-    TierUnavailableError,
 )
 from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
-
-ServerMaker = Callable[..., LocalServer]
-
 
 # --- keys
 
@@ -157,19 +151,6 @@ def test_client_opens_another_session_when_the_server_lost_it(
 
 
 # --- servers that do not answer
-
-
-def test_silent_server_costs_one_deadline_and_then_calls_fail_at_once(
-    silent: str, no_leaks: None
-) -> None:
-    options = ClientOptions(deadline_ms=200, retry_after_ms=60_000)
-    with Client(silent, SMALL, options) as client:
-        with pytest.raises((DeadlineError, TierUnavailableError)) as first:
-            client.keys([])
-        assert "tried again in" not in str(first.value)
-        for _ in range(100):
-            with pytest.raises(TierUnavailableError, match=r"did not answer; tried again in"):
-                client.keys([])
 
 
 # --- the end
@@ -323,12 +304,9 @@ def test_pages_and_layers_are_awaited(server: LocalServer) -> None:
         options = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS)
         async with AsyncClient(server.address, SMALL, options) as client:
             keys = await client.keys(tokens(1, 32))
-            right = chunks_of(client.sync, keys)
-            planned = [PlannedChunk(chunk.key, 16, parent=chunk.parent) for chunk in right]
-            async with client.put_chunk_layers(planned) as put:
-                for layer in (0, 1):
-                    parts = [chunk.tensors[0][layer] for chunk in right]
-                    await asyncio.to_thread(put.layer, layer, parts)
+            async with client.put_chunk_layers(planned(client.sync, keys)) as put:
+                for number, parts in layers_of(client.sync, keys).items():
+                    await asyncio.to_thread(put.layer, number, parts)
             assert [one.outcome for one in put.results] == [PutOutcome.stored] * 2
             pages = engine_pages(SMALL, "block kv token head dim", 4, 8, np.random.default_rng(1))
             assert (await client.get(keys=keys, out=pages[range(4)])).tokens == 32
@@ -352,27 +330,24 @@ def test_asyncio_client_has_every_verb_of_the_blocking_one() -> None:
     assert verbs(AsyncClient) == verbs(Client)
 
 
-def test_layers_of_a_server_that_is_silent_do_not_block_the_event_loop() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        address = f"127.0.0.1:{listener.getsockname()[1]}"
+def test_layers_of_a_server_that_is_silent_do_not_block_the_event_loop(silent: str) -> None:
+    async def work() -> int:
+        ticks = 0
 
-        async def work() -> int:
-            ticks = 0
+        async def read() -> None:
+            with suppress(KVStoreError):
+                async for _ in client.get_layers(tokens(1, 64)):
+                    pass
 
-            async def read() -> None:
-                with suppress(KVStoreError):
-                    async for _ in client.get_layers(tokens(1, 64)):
-                        pass
+        async with AsyncClient(silent, SMALL, ClientOptions(deadline_ms=500)) as client:
+            reading = asyncio.ensure_future(read())
+            while not reading.done():
+                await asyncio.sleep(0.01)
+                ticks += 1
+            await reading
+        return ticks
 
-            async with AsyncClient(address, SMALL, ClientOptions(deadline_ms=500)) as client:
-                reading = asyncio.ensure_future(read())
-                while not reading.done():
-                    await asyncio.sleep(0.01)
-                    ticks += 1
-                await reading
-            return ticks
-
-        assert asyncio.run(work()) > 5
+    assert asyncio.run(work()) > 5
 
 
 def test_heartbeats_keep_an_idle_session_alive(make_server: ServerMaker) -> None:
@@ -384,22 +359,3 @@ def test_heartbeats_keep_an_idle_session_alive(make_server: ServerMaker) -> None
         heard_at = session.heard_at
         assert eventually(lambda before=heard_at: session.heard_at > before)  # type: ignore[misc]
     assert list(server.node.sessions.by_id.values()) == [session]
-
-
-def test_a_second_attempt_at_layers_has_what_is_left_of_the_timeout(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = server.connect("grpc")
-    keys = store(client, 1, 4)
-    read, deadlines_ms = chunk_reads.read_layers, list[int]()
-
-    def lost_once(link: Any, transport: Any, request: chunk_reads.ChunkRequest) -> Any:
-        deadlines_ms.append(request.deadline_ms)
-        if len(deadlines_ms) == 1:
-            time.sleep(0.3)
-            raise LeaseExpiredError("dropped meanwhile")
-        return read(link, transport, request)
-
-    monkeypatch.setattr(chunk_reads, "read_layers", lost_once)
-    assert len(list(client.get_chunk_layers(keys))) == 2
-    assert deadlines_ms[1] <= deadlines_ms[0] - 300

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ServerMaker
 from helpers.device_engine import paged_in, read_pages
 from helpers.device_frames import use_device
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
@@ -57,26 +58,12 @@ def device() -> LateDevice:
     return LateDevice()
 
 
-ServerMaker = Callable[..., LocalServer]
-Serve = Callable[[int], LocalServer]
-
-
 @pytest.fixture
-def serve(
+def server(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, device: LateDevice
-) -> Serve:
-    """Start a server with so many bytes of GPU memory."""
-
-    def serve(gpu_bytes: int) -> LocalServer:
-        use_device(monkeypatch, tmp_path, device, gpu_bytes)
-        return make_server("--tiers", "gpu,cpu")
-
-    return serve
-
-
-@pytest.fixture
-def server(serve: Serve) -> LocalServer:
-    return serve(8 << 20)
+) -> LocalServer:
+    use_device(monkeypatch, tmp_path, device)
+    return make_server("--tiers", "gpu,cpu", "--gpu", "8MiB")
 
 
 class Slots(DeviceRing):
@@ -87,11 +74,11 @@ class Slots(DeviceRing):
         super().__init__(host, host.allocate(SLOTS * SLOT_BYTES))
         self.memory.fill_(0xAB)  # what lay there before
 
-    def write(self, keys: Sequence[ChunkKey], first: int = 0) -> list[DeviceChunk]:
-        """Write the frames of a chain, without their headers, from a slot on."""
+    def write(self, keys: Sequence[ChunkKey]) -> list[DeviceChunk]:
+        """Write the frames of a chain, without their headers."""
         chunks = []
         for at, (key, parent) in enumerate(zip(keys, parents(keys), strict=True)):
-            start = (first + at) * SLOT_BYTES
+            start = at * SLOT_BYTES
             frame = torch.from_numpy(frame_of(key, SMALL))
             self.memory[start + HEAD_BYTES : start + len(frame)] = frame[HEAD_BYTES:]
             position = at * CHUNK_TOKENS
@@ -216,7 +203,7 @@ def waiting_put(
     thread.join()
 
 
-def test_the_server_copies_nothing_before_the_event_is_over(
+def test_the_server_copies_nothing_before_the_event_is_over_which_ends_with_the_deadline(
     server: LocalServer, client: CudaClient, ring: Slots, device: LateDevice
 ) -> None:
     keys = keys_of(client, 1, 2)
@@ -224,6 +211,9 @@ def test_the_server_copies_nothing_before_the_event_is_over(
     headers = headers_of(client, ring, chunks)
     ring.memory.fill_(0)  # as before the engine's work
     offsets = [chunk.offset for chunk in chunks]
+    device.is_over.clear()
+    with server.unchanged(), pytest.raises(DeadlineError, match="event is late"):
+        call(client, headers, offsets, deadline_ms=20)
     with waiting_put(server, device, lambda: call(client, headers, offsets)) as found:
         assert not found
         assert server.usage().pending_puts == 0, "and nothing is reserved for it"
@@ -233,18 +223,6 @@ def test_the_server_copies_nothing_before_the_event_is_over(
     assert isinstance(reply, pb.PutResponse)
     assert list(reply.outcomes) == [STORED] * 2
     assert is_right(client, keys[0], client.get_chunks(keys)[0])
-
-
-def test_an_event_that_is_late_ends_with_the_deadline_and_takes_no_room(
-    server: LocalServer, client: CudaClient, ring: Slots, device: LateDevice
-) -> None:
-    chunks = ring.write(keys_of(client, 1, 1))
-    headers = headers_of(client, ring, chunks)
-    device.is_over.clear()
-    with server.unchanged(), pytest.raises(DeadlineError, match="event is late"):
-        call(client, headers, [0], deadline_ms=20)
-    device.is_over.set()
-    assert put(client, ring, chunks) == [STORED]
 
 
 def test_a_client_that_dies_in_between_leaves_nothing_reserved_and_nothing_mapped(

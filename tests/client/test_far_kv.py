@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 from weakref import ref
 
 import pytest
 import torch
+from conftest import ServerMaker
 from helpers.local_server import DEADLINE_MS, LocalServer
 from helpers.prompts import tokens
 
@@ -149,7 +149,7 @@ def test_no_more_of_a_prompt_is_in_memory_of_the_host_than_its_limit(
 
 
 def test_batches_of_the_server_that_end_within_a_part_bring_every_chunk(
-    make_server: Callable[..., LocalServer], monkeypatch: pytest.MonkeyPatch
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(kv_module, "STAGED_BYTES", 4 * 4096)
     server = make_server("--limits", "max_batch_chunks=3")
@@ -199,6 +199,10 @@ def test_what_cannot_be_of_a_gpus_tensors_is_refused_by_name(
     for axes, some in (("block kv head token dim", pages(AXES[0])), (AXES[0], pages(AXES[1])[0])):
         with pytest.raises(LayoutMismatchError):
             PagedCache(MODEL, some, axes)
+    (key,), blocks = client.keys(tokens(8, 32)), PagedCache(MODEL, pages(AXES[0]), AXES[0])[BLOCKS]
+    with pytest.raises(LayoutMismatchError, match="cuda"):
+        client.put_chunks([Chunk(key, blocks.chunk(0, 32))])
+    assert client.lookup(keys=[key]).ready == 0
 
     def full(*_: object) -> None:
         raise torch.OutOfMemoryError("no memory")
@@ -222,30 +226,6 @@ def test_what_cannot_be_of_a_gpus_tensors_is_refused_by_name(
         PagedCache(MODEL, [(far(20, 2, 2, 8, 8), far(20, 2, 2, 8, 8)) for _ in range(2)], axes)
     with pytest.raises(LayoutMismatchError, match="some of the host"):
         PagedCache(MODEL, [far(20, 2, 2, 8, 8), torch.zeros(20, 2, 2, 8, 8).bfloat16()], axes)
-
-
-def test_chunks_of_pages_of_a_gpu_are_no_chunks_of_the_host(client: Client) -> None:
-    blocks, (key,) = PagedCache(MODEL, pages(AXES[0]), AXES[0])[BLOCKS], client.keys(tokens(1, 32))
-    with pytest.raises(LayoutMismatchError, match="cuda"):
-        client.put_chunks([Chunk(key, blocks.chunk(0, 32))])
-    assert client.lookup(keys=[key]).ready == 0
-
-
-def test_slots_behind_what_was_read_stay_as_they_were(client: Client) -> None:
-    prompt, axes = tokens(1, 52), AXES[0]
-    kv = far(2, 2, 2, 52, 8)
-    client.put(prompt, kv)
-    for start in (0, 5, 37, 50, 60):
-        out = pages(axes, 8)
-        wanted = out.near.clone()
-        hit = client.get(
-            keys=client.keys(prompt), out=PagedCache(MODEL, out, axes)[BLOCKS], start=start
-        )
-        first = start // 32 * 32
-        assert hit.tokens == max(start, 52)
-        for at in range(first, 52):
-            wanted[:, :, BLOCKS[at // 8], at % 8] = kv.near[:, :, :, at]
-        assert torch.equal(out.near, wanted)
 
 
 def test_tensors_of_inference_and_of_unsigned_integers_are_written_to(client: Client) -> None:

@@ -17,7 +17,6 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.client.decode import Decoded, Reader, Wanted, fresh
-from kvstore.client.decode import given as as_room
 from kvstore.client.frames import (
     Arrival,
     DirectFrame,
@@ -37,7 +36,6 @@ from kvstore.proto.errors import (
     InvalidFrameError,
     InvalidRequestError,
     KVStoreError,
-    LayoutMismatchError,
     LeaseExpiredError,
     TierUnavailableError,
 )
@@ -103,16 +101,6 @@ def strided(_: int, layout: KVLayout) -> ChunkTensors:
 def other_shape(_: int, layout: KVLayout) -> ChunkTensors:
     """Room for a chunk of another model."""
     return [layers[:1] for layers in empty_tensors(layout)]
-
-
-def test_a_raw_frame_is_taken_and_comes_out_of_decode(session: Session) -> None:
-    frame = frame_of(KEY, SMALL)
-    ours = Wanted(session, [KEY]).direct(0, len(frame), frame)
-    assert ours is not None
-    assert len(ours) == len(frame)
-    feed(ours, frame, [700, 1100])
-    found = Wanted(session, [KEY]).decode(Arrival(0, "cpu", len(ours), ours))
-    assert equal(found.tensors, tensors_of(KEY, SMALL, 16))
 
 
 def test_what_is_not_plainly_right_has_to_come_whole_and_is_judged_then(session: Session) -> None:
@@ -455,12 +443,6 @@ def test_memory_that_was_reused_says_nothing_of_the_chunk(reader: Reader, sessio
         frames = [arrived(0), arrived(1, held, was_reused)]
         with pytest.raises(LeaseExpiredError, match="replaced while it was read"):
             reader.read(Wanted(session, KEYS), iter(frames))
-
-
-def test_room_of_another_layout_is_the_caller_s_error(reader: Reader, session: Session) -> None:
-    room = [empty_tensors(KVLayout.of(SMALL, 16 + (i == 3))) for i in range(6)]
-    with pytest.raises(LayoutMismatchError):
-        reader.read(Wanted(session, KEYS, as_room(room)), map(arrived, range(6)))
 
 
 @pytest.mark.timeout(60)

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from threading import Event
+from types import SimpleNamespace
 from typing import Any
 
 import grpc
 import pytest
+from conftest import ServerMaker
 from contracts.transport import TransportContract
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
-from helpers.prompts import MEDIUM, SMALL, assert_reads, store
+from helpers.prompts import SMALL
+from simulation.clock import FakeClock
 
-from kvstore.client import Client, ClientOptions
+from kvstore.client import ClientOptions
 from kvstore.client.connection import CircuitBreaker, Connection, Pool, Until, translate
 from kvstore.client.session import Session
 from kvstore.client.transports.grpc import StreamTransport
@@ -32,10 +36,6 @@ from kvstore.proto.errors import (
 class TestStreamTransport(TransportContract):
     transport = StreamTransport
 
-    def test_frames_of_several_messages_come_back(self, connect: Callable[..., Client]) -> None:
-        client = connect(MEDIUM, self.options(chunk_tokens=300))
-        assert_reads(client, store(client, 1, 3))
-
 
 CALLS: dict[str, Callable[[Connection], object]] = {
     "call": lambda connection: connection.call("Status", pb.StatusRequest(), 1000, object),
@@ -44,7 +44,7 @@ CALLS: dict[str, Callable[[Connection], object]] = {
 }
 
 
-def test_closed_connection_says_so(server: LocalServer) -> None:
+def test_a_connection_that_is_closed_or_reaches_no_server_says_so(server: LocalServer) -> None:
     connection = server.dial()
     connection.call("Status", pb.StatusRequest(), DEADLINE_MS, object)
     connection.close()
@@ -52,41 +52,18 @@ def test_closed_connection_says_so(server: LocalServer) -> None:
     for call in CALLS.values():
         with pytest.raises(KVStoreError, match="the client is closed"):
             call(connection)
+        with (
+            closing(Connection("127.0.0.1:9", retry_after_ms=1)) as nowhere,
+            pytest.raises(TierUnavailableError, match="tier 'server'"),
+        ):
+            call(nowhere)
 
 
-def test_no_server_is_a_tier_that_is_unavailable(no_leaks: None) -> None:
-    for call in CALLS.values():
-        connection = Connection("127.0.0.1:9", retry_after_ms=1)
-        with pytest.raises(TierUnavailableError, match="tier 'server'"):
-            call(connection)
-        connection.close()
-
-
-class _Failure(grpc.RpcError):
+def failure(code: grpc.StatusCode, details: str | None, metadata: Any) -> Any:
     """A failed call, as gRPC raises it."""
-
-    def __init__(self, code: grpc.StatusCode, details: str | None, metadata: Any = ()) -> None:
-        super().__init__()
-        self._values = (code, details, metadata)
-
-    def code(self) -> grpc.StatusCode:
-        return self._values[0]
-
-    def details(self) -> str | None:
-        return self._values[1]
-
-    def trailing_metadata(self) -> Any:
-        return self._values[2]
-
-
-class Clock:
-    """Seconds that pass when the test says so."""
-
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
+    return SimpleNamespace(
+        code=lambda: code, details=lambda: details, trailing_metadata=lambda: metadata
+    )
 
 
 def test_failure_of_grpc_s_own_becomes_an_error_of_the_store() -> None:
@@ -98,21 +75,20 @@ def test_failure_of_grpc_s_own_becomes_an_error_of_the_store() -> None:
         (grpc.StatusCode.UNIMPLEMENTED, KVStoreError),
     ):
         for metadata in ((), None, (("other", "LeaseExpiredError"),)):
-            error = translate(_Failure(code, "for a reason", metadata))
+            error = translate(failure(code, "for a reason", metadata))
             assert type(error) is kind
             assert "for a reason" in str(error)
-            assert type(translate(_Failure(code, None, metadata))) is kind
+            assert type(translate(failure(code, None, metadata))) is kind
     for name, kind in (("LeaseExpiredError", LeaseExpiredError), ("MoonPhaseError", KVStoreError)):
-        error = translate(_Failure(grpc.StatusCode.UNAVAILABLE, "gone", (("kvstore-error", name),)))
+        error = translate(failure(grpc.StatusCode.UNAVAILABLE, "gone", (("kvstore-error", name),)))
         assert (type(error), str(error)) == (kind, "gone"), "what the server named is that error"
 
 
 @pytest.mark.parametrize(
-    "error",
-    [DeadlineError("late"), TierUnavailableError("server", "connection refused")],
+    "error", [DeadlineError("late"), TierUnavailableError("server", "connection refused")]
 )
 def test_gate_shuts_after_silence_and_opens_when_its_time_is_up(error: KVStoreError) -> None:
-    clock = Clock()
+    clock = FakeClock()
     gate = CircuitBreaker(500, clock)
     gate.check()
     assert gate.note(error)
@@ -134,14 +110,14 @@ def test_any_answer_opens_the_gate() -> None:
         ShuttingDownError("bye"),
         TierUnavailableError("disk", "broken"),
     ):
-        gate = CircuitBreaker(500, Clock())
+        gate = CircuitBreaker(500, FakeClock())
         gate.note(DeadlineError("late"))
         assert not gate.note(error)
         gate.check()
 
 
 def test_calls_that_wait_at_the_same_time_count_once() -> None:
-    clock = Clock()
+    clock = FakeClock()
     gate = CircuitBreaker(500, clock, 1000)
     short = Until(200, clock(), clock)
     for _ in range(9):
@@ -180,7 +156,7 @@ def link_of(within_s: float, begin: Callable[[Link], None]) -> Link:
 
 
 def test_after_a_failure_a_pool_connects_one_beside_the_calls_and_rests_when_that_fails() -> None:
-    clock, given, allowed = Clock(), list[float](), Event()
+    clock, given, allowed = FakeClock(), list[float](), Event()
 
     def dial(within_s: float, begin: Callable[[Link], None]) -> Link:
         given.append(within_s)
@@ -273,7 +249,6 @@ def test_a_pool_that_closes_while_it_connects_keeps_nothing() -> None:
     assert pool.take(1.0) is None
 
 
-ServerMaker = Callable[..., LocalServer]
 HUNG_S = 0.5
 """An answer that takes so long came from a server found to hang meanwhile."""
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from conftest import ServerMaker
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, chunks_of, equal, keys_of, outcomes, parts_of, steady_tensors
 
@@ -38,7 +39,6 @@ from kvstore.proto.types import (
     Stated,
 )
 
-ServerMaker = Callable[..., LocalServer]
 CHUNKS = 4
 TOKENS = 64
 TOP = 2
@@ -125,6 +125,9 @@ def test_with_time_enough_every_chunk_comes_at_its_finest_level(
     assert found.to_compute == ()
     whole = client.get_chunks(keys, accuracy=Accuracy.bounded)
     assert all(map(equal, out, whole))
+    # Before an engine that takes an hour, loads wait no longer than a server grants.
+    slow = replace(TERMS, prefill=PrefillModel(0.0, 10.0), deadline_s=1e4)
+    assert client.get_levelled(keys, slow, rooms(CHUNKS)).levels == (TOP,) * CHUNKS
 
 
 def test_a_slow_link_brings_bases_and_those_are_coarser(
@@ -153,13 +156,6 @@ def test_a_slow_link_brings_bases_and_those_are_coarser(
     for level, coarse, best in zip(found.levels, errors, finest, strict=True):
         assert coarse <= best * 3 ** (TOP - level) * 1.2
         assert level == TOP or coarse > best
-
-
-def test_before_an_engine_that_takes_an_hour_loads_wait_no_longer_than_a_server_grants(
-    client: Client, keys: list[ChunkKey]
-) -> None:
-    slow = replace(TERMS, prefill=PrefillModel(0.0, 10.0), deadline_s=1e4)
-    assert client.get_levelled(keys, slow, rooms(CHUNKS)).levels == (TOP,) * CHUNKS
 
 
 @EVERY

@@ -327,7 +327,7 @@ def test_what_cannot_be_written_to_is_no_target(client: Client) -> None:
     cache = PagedCache(HALF, pages, "block kv token head dim")
     with pytest.raises(InvalidRequestError, match="out='read-only'"):
         client.get(prompt, out=cache[[0, 1]])
-    with pytest.raises(InvalidRequestError, match="block_ids"):
+    with pytest.raises(InvalidRequestError, match=r"block_ids=\(0, 4\): the pages have 4"):
         cache[[0, 4]]
     with pytest.raises(InvalidRequestError, match="name each block once"):
         cache[[1, 1]]
@@ -335,6 +335,12 @@ def test_what_cannot_be_written_to_is_no_target(client: Client) -> None:
         client.get(prompt, out=np.zeros((2, 2, 2, 32, 8), ">u2"))
     with pytest.raises(LayoutMismatchError, match="in its byte order"):
         client.put(prompt, np.zeros((2, 2, 2, 32, 8), ">f2"))
+    pages = [np.zeros((4, 2, 16, 2, 8), np.float16) for _ in range(2)]
+    short = PagedCache(HALF, pages, "block kv token head dim")[[0]]
+    with pytest.raises(InvalidRequestError, match="tokens 0 to 32 do not fit that many"):
+        client.get(keys=client.keys(prompt), out=short)
+    with pytest.raises(LayoutMismatchError, match="kv=16: give room for 32 tokens"):
+        client.put(prompt, short)
     other = PagedCache(replace(HALF, model_id="other"), pages, "block kv token head dim")
     with pytest.raises(LayoutMismatchError, match="kv='other'"):
         client.put(prompt, other[[0, 1]])

@@ -6,24 +6,28 @@ import mmap
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from conftest import ServerMaker
+from contracts.parallel import Connect
 from contracts.transport import TransportContract
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import (
     SMALL,
     assert_reads,
     chunks_of,
+    equal,
     is_right,
     keys_of,
     outcomes,
     store,
 )
+from helpers.socket_peer import Listener
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.frames import FileFrame
@@ -46,8 +50,6 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import NOWHERE, Place, Reach, pack_places
-
-ServerMaker = Callable[..., LocalServer]
 
 
 class TestShmTransport(TransportContract):
@@ -104,7 +106,7 @@ class TestShmTransport(TransportContract):
         assert len(client.stat(keys=keys)) == 2, "what was not found wrong is still there"
 
     def test_chunk_larger_than_the_staging_memory_is_put_all_the_same(
-        self, connect: Callable[..., Client]
+        self, connect: Connect
     ) -> None:
         client = connect(options=self.options(chunk_tokens=4096, staging_bytes=1))
         keys = store(client, 1, 6)
@@ -189,32 +191,20 @@ def test_auto_takes_grpc_when_the_server_refuses_the_staging_memory(server: Loca
 # --- servers that lie or are silent on the socket
 
 
-@contextmanager
-def answering(path: Path, token: bytes, *answers: bytes | None) -> Iterator[None]:
+def answering(path: Path, token: bytes, *answers: bytes | None) -> closing[Listener]:
     """A server's end of the socket that gives these answers and then no more; None: a greeting."""
-    done = threading.Event()
 
-    def serve() -> None:
-        peer, _ = listener.accept()
-        with peer:
-            for answer in answers:
-                message = peer.recv(64)
-                if answer is None:
-                    hello = unix_socket.Request.unpack(message)
-                    nonces = (hello.token, bytes(16))
-                    proven = unix_socket.proof(token, unix_socket.Op.hello, hello.arg, nonces)
-                    answer = unix_socket.pack_greeting(nonces[1], proven)
-                peer.send(answer)
-            done.wait(30)
+    def serve(peer: socket.socket) -> None:
+        for answer in answers:
+            message = peer.recv(64)
+            if answer is None:
+                hello = unix_socket.Request.unpack(message)
+                nonces = (hello.token, bytes(16))
+                proven = unix_socket.proof(token, unix_socket.Op.hello, hello.arg, nonces)
+                answer = unix_socket.pack_greeting(nonces[1], proven)
+            peer.send(answer)
 
-    with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
-        listener.bind(str(path))
-        listener.listen()
-        thread = threading.Thread(target=serve)
-        thread.start()
-        yield
-        done.set()
-        thread.join()
+    return closing(Listener(path, serve))
 
 
 @pytest.fixture
@@ -256,41 +246,27 @@ def views(client: Client, keys: list[ChunkKey]) -> list[ChunkView]:
     return [view for view in found if view is not None]
 
 
-def test_views_show_what_was_put_without_a_copy(client: Client) -> None:
+@pytest.mark.filterwarnings("error")
+def test_views_show_what_was_put_where_it_lies_and_cannot_be_written_to(client: Client) -> None:
     keys = keys_of(client, 1, 3)
     chunks = chunks_of(client, keys)
     client.put_chunks(chunks)
     for view, chunk in zip(views(client, keys), chunks, strict=True):
-        assert view.key == chunk.key
-        for component, layers in enumerate(chunk.tensors):
-            for index, parts in enumerate(layers):
-                wanted = np.stack([np.asarray(part) for part in parts])
-                shown = view.layer(index, component)
-                assert not shown.flags.owndata
-                assert np.array_equal(shown, wanted.view(shown.dtype))
-        assert view.verify().key == chunk.key
+        assert view.verify().key == view.key == chunk.key
+        assert equal(view.tensors(), chunk.tensors)  # type: ignore[arg-type]
+        with pytest.raises(ValueError, match="read-only"):
+            view.frame[0] = 0
+        for index in (0, 1):
+            shown, tensor = view.layer(index), view.torch_layer(index)
+            assert not shown.flags.owndata
+            with pytest.raises(ValueError, match="read-only"):
+                shown[...] = 0
+            assert tensor.dtype is torch.bfloat16
+            assert (tensor.data_ptr(), tensor.shape) == (shown.ctypes.data, shown.shape)
+            assert np.array_equal(tensor.view(torch.int16).numpy(), shown.view(np.int16))
 
 
-def test_views_cannot_be_written_to(client: Client) -> None:
-    (view, *_) = views(client, store(client, 1, 2))
-    with pytest.raises(ValueError, match="read-only"):
-        view.layer(0)[...] = 0
-    with pytest.raises(ValueError, match="read-only"):
-        view.frame[0] = 0
-
-
-@pytest.mark.filterwarnings("error")
-def test_torch_sees_the_same_memory_as_bfloat16(client: Client) -> None:
-    (view,) = views(client, store(client, 1, 1))
-    tensor = view.torch_layer(1)
-    assert tensor.dtype is torch.bfloat16
-    layer = view.layer(1)
-    assert tensor.data_ptr() == layer.ctypes.data
-    assert tensor.shape == layer.shape
-    assert np.array_equal(tensor.view(torch.int16).numpy(), layer.view(np.int16))
-
-
-def test_a_chunk_that_is_not_in_memory_has_no_view_and_can_be_got(
+def test_chunks_on_disk_and_of_a_released_lease_have_no_view(
     server: LocalServer, client: Client
 ) -> None:
     keys = store(client, 1, 2)
@@ -301,14 +277,8 @@ def test_a_chunk_that_is_not_in_memory_has_no_view_and_can_be_got(
         assert lease.view(0) is None
         assert lease.view(1) is not None
         assert len(lease.get()) == 2
-
-
-def test_a_released_lease_gives_no_views(client: Client) -> None:
-    keys = store(client, 1, 1)
-    lease = client.lease(keys=keys)
-    lease.release()
     with pytest.raises(LeaseExpiredError, match="released; lease again"):
-        lease.view(0)
+        lease.view(1)
 
 
 def test_memory_that_was_reused_is_noticed(server: LocalServer, client: Client) -> None:
@@ -377,10 +347,7 @@ def test_all_chunks_are_seen_the_shorter_last_one_too() -> None:
 
 WRONG: list[tuple[Callable[[Place], Place], type[KVStoreError]]] = [
     (lambda p: p._replace(generation=1), LeaseExpiredError),
-    (
-        lambda p: p._replace(offset=p.offset + STEP, generation=p.generation + 1),
-        ChunkCorruptError,
-    ),
+    (lambda p: p._replace(offset=p.offset + STEP, generation=p.generation + 1), ChunkCorruptError),
     (lambda p: p._replace(offset=p.offset + 4), InvalidRequestError),
     (lambda p: p._replace(offset=0), InvalidRequestError),
     (lambda p: p._replace(offset=1 << 40), InvalidRequestError),

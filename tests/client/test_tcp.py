@@ -6,24 +6,26 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import pytest
+from conftest import ServerMaker
 from contracts.bad_puts import changed
-from contracts.bulk_channel import BULK, BulkChannelContract, ServerMaker, digests
+from contracts.bulk_channel import BULK, BulkChannelContract, digests
 from helpers import stream_messages as messages
 from helpers.fake_peer import peer_session
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
-from helpers.prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store
+from helpers.prompts import MEDIUM, assert_reads, chunks_of, keys_of, store
 from helpers.stream_messages import Sent
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Pool
 from kvstore.client.frames import Arrival, FrameAssembler
-from kvstore.client.session import Session, SessionTerms
+from kvstore.client.session import SessionTerms
 from kvstore.client.transports.base import PutTerms, ReadPlan
 from kvstore.client.transports.grpc import StreamTransport
 from kvstore.client.transports.tcp import (
@@ -37,7 +39,6 @@ from kvstore.client.transports.tcp import (
 from kvstore.proto import bulk
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
-    ChunkCorruptError,
     DeadlineError,
     InvalidFrameError,
     KVStoreError,
@@ -48,6 +49,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.framing import FramedSocket, make_tls
 from kvstore.proto.plans import Hints, Reuse
 from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
+from kvstore.server.bulk.service import BulkService
 from kvstore.server.bulk.tcp_server import BulkServer
 from kvstore.server.cluster.peer_connections import StreamLink
 from kvstore.server.store.writes import Writes
@@ -126,43 +128,28 @@ def test_a_channel_that_does_not_answer_leaves_grpc(
 # --- the other side's end
 
 
-@pytest.fixture
-def lost(make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch) -> Iterator[BulkTransport]:
-    """A transport without a stream, to a server that takes 0.6 s to let one in."""
-    server = make_server(*BULK)
-    session = Session(server.dial(), SMALL, ClientOptions("tcp", 16, deadline_ms=DEADLINE_MS))
-    transport = BulkTransport(session)
-    transport.connect(DEADLINE_MS / 2000)
-    for stream in transport.streams.idle:
-        stream.wake(KVStoreError("lost"))
-    welcome = BulkServer._welcome
-
-    def slow(*terms: Any) -> None:
-        threading.Event().wait(0.6)
-        welcome(*terms)
-
-    monkeypatch.setattr(BulkServer, "_welcome", slow)
-    yield transport
-    transport.close()
-    session.close()
-
-
 @pytest.mark.parametrize("name", ["read", "put"])
 def test_grpc_has_what_is_left_of_a_call_that_waited_for_a_stream(
-    lost: BulkTransport, monkeypatch: pytest.MonkeyPatch, name: str
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch, name: str
 ) -> None:
     given: list[int] = []
+
+    def in_vain(within_s: float) -> None:
+        time.sleep(within_s)
+        raise TierUnavailableError("server", "refused")
 
     def asked(_: object, what: Any, terms: PutTerms | None = None) -> None:
         given.append(what.deadline_ms if terms is None else terms.within_ms)
         raise TierUnavailableError("server", "not asked")
 
+    transport = transport_of(server.connect("tcp"))
+    monkeypatch.setattr(transport.streams, "take", in_vain)
     monkeypatch.setattr(StreamTransport, name, asked)
     with suppress(TierUnavailableError), ExitStack() as stack:
         if name == "put":
-            lost.put([], PutTerms(False, 600))
+            transport.put([], PutTerms(False, 600))
         else:
-            stack.enter_context(lost.read(ReadPlan(b"", 0, 600)))
+            stack.enter_context(transport.read(ReadPlan(b"", 0, 600)))
     assert 1 <= given[0] <= 300
 
 
@@ -232,45 +219,6 @@ def large_chunks(server: LocalServer) -> Client:
     return server.connect("tcp", MEDIUM, options)
 
 
-def test_a_put_that_finds_no_thread_goes_through_grpc(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = server.connect("tcp")
-    streams = server.node.bulk
-    assert streams is not None
-    store(client, 1, 2)
-    # Its thread is done a little after its answer.
-    assert eventually(lambda: streams._clients_served == 0)
-    monkeypatch.setattr(streams, "_clients_served", streams._client_threads)
-    store(client, 2, 2)
-    assert not _streams_idle(client)  # it was hung up on
-
-
-def test_a_frame_damaged_on_its_way_is_refused_and_the_next_put_goes_on(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = large_chunks(server)
-    keys = keys_of(client, 1, 3)
-    send = FrameStream.send
-
-    def damaged(stream: FrameStream, message: pb.StreamMessage, pieces: Sequence[Any] = ()) -> None:
-        if message.part.index == 1 and message.part.offset:
-            pieces = [pieces[0] ^ 1, *pieces[1:]]
-        send(stream, message, pieces)
-
-    monkeypatch.setattr(FrameStream, "send", damaged)
-    with pytest.raises(ChunkCorruptError):
-        client.put_chunks(chunks_of(client, keys))
-    monkeypatch.undo()
-    assert server.settled().tiers[0][1].chunks == 1
-    assert [put.outcome for put in client.put_chunks(chunks_of(client, keys))] == [
-        PutOutcome.exists,
-        PutOutcome.stored,
-        PutOutcome.stored,
-    ]
-    assert_reads(client, keys)
-
-
 def forbid_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have every get and put through gRPC fail."""
 
@@ -281,50 +229,18 @@ def forbid_grpc(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(StreamTransport, name, forbidden)
 
 
-def test_a_port_that_is_reached_no_more_is_tried_twice_and_gets_come_through_grpc(
-    server: LocalServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    client = server.connect("tcp")
-    keys = store(client, 1, 2)
-    tried: list[object] = []
-
-    def refused(_: socket.socket, address: object) -> None:
-        tried.append(address)
-        raise ConnectionRefusedError
-
-    monkeypatch.setattr(socket.socket, "connect", refused)
-    for stream in _streams_idle(client):
-        stream.wake(KVStoreError("lost"))
-    streams = transport_of(client).streams
-    assert_reads(client, keys)
-    assert_reads(client, keys)
-    assert eventually(lambda: streams._rests_until_s > 0), "a dial beside the call has failed too"
-    for _ in range(3):
-        assert_reads(client, keys)
-    assert len(tried) == 2
-    monkeypatch.undo()
-    streams._rests_until_s = 0.0
-    assert_reads(client, keys)
-    assert eventually(lambda: len(streams.idle) == 1)
-
-
-def test_a_server_that_has_hung_up_on_idle_streams_is_dialled_again(
-    server: LocalServer,
-) -> None:
+def test_a_server_that_has_hung_up_on_idle_streams_is_dialled_again(server: LocalServer) -> None:
     client = server.connect("tcp")
     keys = store(client, 1, 2)
     assert_reads(client, keys)
     assert server.node.bulk is not None
     for stream in list(server.node.bulk._streams):
         stream.wire.hang_up()
-    assert eventually(lambda: _first(client).is_broken())
+    streams = transport_of(client).streams
+    assert eventually(lambda: streams.idle[0].is_broken())
     assert_reads(client, keys)
     assert_reads(client, keys)
-    assert not _first(client).is_broken()
-
-
-def _first(client: Client) -> FrameStream:
-    return transport_of(client).streams.idle[0]
+    assert not streams.idle[0].is_broken()
 
 
 def test_a_get_that_waits_ends_when_its_transport_closes_or_the_server_is_given_up() -> None:
@@ -343,8 +259,91 @@ def test_a_get_that_waits_ends_when_its_transport_closes_or_the_server_is_given_
             streams.close()
 
 
-def _streams_idle(client: Client) -> list[FrameStream]:
-    return transport_of(client).streams.idle
+# --- a server that is held up
+
+
+def test_a_server_that_falls_silent_is_a_miss_by_the_deadline_and_found_again(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(*BULK)
+    client = server.connect(options=ClientOptions("tcp", 16, deadline_ms=300, retry_after_ms=1))
+    keys = store(server.connect("grpc"), 1, 2)
+
+    def is_found() -> bool:
+        with suppress(DeadlineError, TierUnavailableError):
+            return len(client.get_chunks(keys)) == 2
+        return False
+
+    assert eventually(is_found)
+    go_on = threading.Event()
+
+    def waits(*_: object) -> Iterator[float]:
+        go_on.wait(DEADLINE_MS / 1000)
+        yield from ()
+
+    monkeypatch.setattr(BulkService, "get", waits)
+    with pytest.raises(DeadlineError):
+        client.get_chunks(keys)
+    go_on.set()
+    monkeypatch.undo()
+    assert eventually(is_found)
+    assert_reads(server.connect("tcp"), keys)
+    assert server.settled().leases == 0
+
+
+def test_a_server_that_stops_does_not_wait_for_a_get_that_waits_for_a_tier(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(*BULK)
+    client = server.connect("tcp")
+    keys = store(client, 1, 2)
+    assert server.node.bulk is not None
+    began, go_on = threading.Event(), threading.Event()
+    ended: list[bool] = []
+
+    def waits(*_: object) -> None:
+        began.set()
+        ended.append(go_on.wait(SOON_S))
+
+    monkeypatch.setattr(server.node.bulk.service, "get", waits)
+    with ThreadPoolExecutor(1) as pool:
+        reading = pool.submit(client.get_chunks, keys)
+        assert began.wait(SOON_S)
+        server.stop()
+        assert not ended
+        go_on.set()
+        with suppress(KVStoreError):  # whichever the end of its server is
+            reading.result()
+    assert eventually(lambda: bool(ended))
+
+
+def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_grpc(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server = make_server(*BULK, "--workers", "1")
+    slow, other = server.connect("tcp"), server.connect("tcp")
+    keys = store(slow, 1, 2)
+    began, go_on = threading.Event(), threading.Event()
+    answer = BulkService.get
+
+    def held_up(*terms: Any) -> Any:
+        began.set()
+        assert go_on.wait(SOON_S)
+        return answer(*terms)
+
+    monkeypatch.setattr(BulkService, "get", held_up)
+    with ThreadPoolExecutor(1) as pool:
+        held = pool.submit(slow.get_chunks, keys)
+        assert began.wait(SOON_S)
+        assert_reads(other, keys)
+        assert not held.done()
+        assert not transport_of(other).streams.idle, "it was hung up on"
+        go_on.set()
+        assert len(held.result(SOON_S)) == 2
+    monkeypatch.setattr(BulkService, "get", answer)
+    monkeypatch.setattr(StreamTransport, "read", None)
+    for _ in range(3):  # and its threads are there for all again
+        assert_reads(slow, keys)
 
 
 # --- a server that answers otherwise
@@ -489,21 +488,20 @@ def test_parts_that_do_not_follow_each_other_are_refused() -> None:
             answered(words)
 
 
-def test_a_payload_that_stalls_behind_a_late_header_costs_the_deadline_once() -> None:
-    with stream_to([], stall_s=0.8) as stream:
-        began = time.monotonic()
-        with pytest.raises(DeadlineError):
-            read(stream, 1.0)
-        assert time.monotonic() - began < 1.4
-
-
-def test_a_server_that_hangs_up_in_a_frame_costs_nothing_and_a_slow_one_the_deadline() -> None:
+def test_a_server_that_hangs_up_in_a_frame_costs_nothing_and_a_slow_one_the_deadline_once() -> None:
     with pytest.raises(TierUnavailableError):
         answered([part(0, 500)], hangs_up=True)
-    with pytest.raises(DeadlineError):
-        answered([part(0, 500)], 0.2)
-    with pytest.raises(DeadlineError):
-        answered([part(at, 1) for at in range(500)], 0.2, pause_s=0.01)
+    slow: list[tuple[Words, float, dict[str, float]]] = [
+        ([part(0, 500)], 0.2, {}),
+        ([part(at, 1) for at in range(500)], 0.2, {"pause_s": 0.01}),
+        ([], 0.8, {"stall_s": 0.7}),  # a late header, and no payload behind it
+    ]
+    for words, within_s, pace in slow:
+        with stream_to(words, **pace) as stream:
+            began = time.monotonic()
+            with pytest.raises(DeadlineError):
+                read(stream, within_s)
+            assert time.monotonic() - began < within_s + 0.4
 
 
 def test_addresses_of_a_name_share_the_time_to_connect(monkeypatch: pytest.MonkeyPatch) -> None:

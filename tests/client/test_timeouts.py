@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import ServerMaker
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import SMALL, chunks_of, keys_of, store, tokens
 
@@ -74,15 +75,18 @@ def asked(
 ) -> Iterator[list[tuple[str, int]]]:
     """Collect which methods are called, and within how many ms; *fails* may raise instead."""
     found: list[tuple[str, int]] = []
-    call = Connection.call
 
-    def noted(self: Connection, name: str, request: Any, deadline_ms: int, reply: Any) -> Any:
-        found.append((name, deadline_ms))
-        fails(name, deadline_ms)
-        return call(self, name, request, deadline_ms, reply)
+    def noted(send: Any) -> Any:
+        def sends(self: Connection, name: str, request: Any, deadline_ms: int, *reply: Any) -> Any:
+            found.append((name, deadline_ms))
+            fails(name, deadline_ms)
+            return send(self, name, request, deadline_ms, *reply)
+
+        return sends
 
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(Connection, "call", noted)
+        for verb in ("call", "begin_stream"):
+            patched.setattr(Connection, verb, noted(getattr(Connection, verb)))
         yield found
 
 
@@ -109,21 +113,25 @@ def test_a_lost_session_and_a_wrong_chunk_are_told_within_the_call_that_found_th
     assert max(within_ms for _, within_ms in calls) <= 300
 
 
-def test_a_levelled_get_that_lost_its_session_has_one_deadline_for_both_attempts(
-    server: LocalServer,
+@pytest.mark.parametrize("method", ["Lookup", "Get"], ids=["levelled", "layers"])
+def test_a_get_that_lost_its_session_has_one_deadline_for_both_attempts(
+    server: LocalServer, method: str
 ) -> None:
     client = server.connect("grpc")
     keys = store(client, 1, 1)
 
-    def lost_once(name: str, _: int) -> None:
-        if [one for one, _ in calls] == [name] == ["Lookup"]:
+    def lost_once(_: str, __: int) -> None:
+        if [name for name, _ in calls] == [method]:
             time.sleep(0.5)
             raise LeaseExpiredError("gone")
 
     with asked(lost_once) as calls:
-        assert client.get_levelled(keys, PlanTerms(DEADLINE_MS / 1000)).levels == (0,)
-    lookups = [within_ms for name, within_ms in calls if name == "Lookup"]
-    assert lookups[1] <= DEADLINE_MS - 500
+        if method == "Lookup":
+            assert client.get_levelled(keys, PlanTerms(DEADLINE_MS / 1000)).levels == (0,)
+        else:
+            assert len(list(client.get_chunk_layers(keys))) == 2
+    attempts = [within_ms for name, within_ms in calls if name == method]
+    assert attempts[1] <= DEADLINE_MS - 500
 
 
 def _in_a_thread(work: Callable[[], object]) -> None:
@@ -204,9 +212,7 @@ def test_a_lookup_that_fails_ends_its_leases_within_its_own_time(
 
 @pytest.mark.parametrize("transport", ["auto", "tcp"])
 def test_where_a_bulk_server_is_full_a_call_goes_through_grpc_or_leaves_no_session(
-    make_server: Callable[..., LocalServer],
-    monkeypatch: pytest.MonkeyPatch,
-    transport: TransportName,
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, transport: TransportName
 ) -> None:
     server = make_server("--bulk", "127.0.0.1:0")
     monkeypatch.setattr(tcp_server, "MAX_CLIENT_STREAMS", 0)
@@ -356,7 +362,7 @@ def test_a_chunk_that_proved_wrong_layer_by_layer_is_reported_however_long_the_c
         next(layers)
         time.sleep(2.1)
         list(layers)
-    assert [name for name, _ in calls] == ["Delete"]
+    assert [name for name, _ in calls] == ["Get", "Delete"]
 
 
 def test_a_prompt_is_named_by_the_session_that_was_opened_for_the_call(

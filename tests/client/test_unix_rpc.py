@@ -20,7 +20,7 @@ from helpers.socket_peer import Listener
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.client.session import Session
-from kvstore.client.transports.unix_rpc import MAX_CONNECTIONS, CallQueue, UnixRpc
+from kvstore.client.transports.unix_rpc import CallQueue, UnixRpc
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import (
@@ -41,7 +41,6 @@ from kvstore.proto.unix_socket import (
     pack_failure,
 )
 
-ServerMaker = Callable[..., LocalServer]
 Answers = Sequence[Packet]
 """Packets to send, and after them nothing."""
 HANG_UP = b""
@@ -105,22 +104,15 @@ class FalseServer:
         self._listener.close()
 
 
-class Clock:
-    """Time that the test can let pass."""
-
-    def __init__(self) -> None:
-        self.ahead_s = 0.0
-
-    def __call__(self) -> float:
-        return time.monotonic() + self.ahead_s
-
-
 class Setting:
     """A link to a false server, over a connection to a true one that holds two chunks."""
 
     def __init__(self, server: LocalServer, folder: Path) -> None:
-        self.clock = Clock()
-        self.connection = Connection(server.address, 60_000, self.clock)
+        self.ahead_s = 0.0
+        """Time that a test lets pass."""
+        self.connection = Connection(
+            server.address, 60_000, lambda: time.monotonic() + self.ahead_s
+        )
         self.session = Session(
             self.connection, SMALL, ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS)
         )
@@ -193,7 +185,7 @@ def test_calls_one_after_another_share_a_connection_and_answers_wait_to_be_looke
     assert [setting.look_up() for _ in range(5)] == [BY_SOCKET] * 5
     wait = setting.sent(setting.request(), DEADLINE_MS)
     assert eventually(lambda: false.answered == 6)
-    setting.clock.ahead_s = DEADLINE_MS
+    setting.ahead_s = DEADLINE_MS
     assert wait().ready == BY_SOCKET, "it came in time"
     assert (len(false.calls), len(false.joins)) == (6, 1)
     assert setting.session.terms.attach_token not in b"".join(false.heard)
@@ -301,7 +293,7 @@ def test_silent_server_costs_one_deadline_and_shuts_the_gate(setting: Setting) -
     with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
         setting.sent(setting.request(), DEADLINE_MS)
     assert eventually(lambda: len(false.calls) == 2)  # the first had an answer
-    setting.clock.ahead_s = 61.0
+    setting.ahead_s = 61.0
     false.answer = lambda _: lookup_answer()
     assert setting.look_up() == BY_SOCKET
 
@@ -323,7 +315,7 @@ def test_late_answer_is_never_taken_for_the_next_call_s(setting: Setting, kind: 
     with pytest.raises(DeadlineError):
         list(setting.get(SOON_MS)) if kind == "stream" else setting.look_up(SOON_MS)
     assert eventually(lambda: len(false.calls) == 2)
-    setting.clock.ahead_s = 61.0
+    setting.ahead_s = 61.0
     is_late.set()
     assert [setting.look_up() for _ in range(3)] == [2, 2, 2]
     assert len(false.joins) == 2
@@ -397,11 +389,11 @@ def test_who_may_not_join_calls_through_grpc_and_tries_again_later(
     ]
     false = setting.serve(lambda _: lookup_answer(), lambda: said[len(false.joins) - 1])
     for number in range(1, len(said)):
-        setting.clock.ahead_s += 6.0
+        setting.ahead_s += 6.0
         assert [setting.look_up(), setting.look_up()] == [2, 2]
         assert eventually(lambda: len(false.joins) == number)  # noqa: B023
         assert eventually(lambda: not setting.link.links._is_beside)
-    setting.clock.ahead_s += 6.0
+    setting.ahead_s += 6.0
     assert setting.look_up() == 2, "one is connected beside it"
     assert eventually(lambda: setting.look_up() == BY_SOCKET)
     assert len(false.joins) == len(said)
@@ -429,26 +421,6 @@ def test_who_listens_in_another_process_than_the_session_s_server_hears_nothing(
     elsewhere = terms.pid_namespace + 1  # where the number says nothing
     setting.link = UnixRpc(replace(terms, pid_namespace=elsewhere), setting.connection)
     assert setting.look_up() == BY_SOCKET
-
-
-def test_more_calls_at_once_than_connections_all_succeed(setting: Setting) -> None:
-    begun, let_go = threading.Semaphore(0), threading.Event()
-
-    def answer(_: bytes) -> Answers:
-        begun.release()
-        assert let_go.wait(20)
-        return lookup_answer()
-
-    false = setting.serve(answer)
-    with ThreadPoolExecutor(3 * MAX_CONNECTIONS) as pool:
-        calls = [pool.submit(setting.look_up) for _ in range(3 * MAX_CONNECTIONS)]
-        for _ in range(MAX_CONNECTIONS):
-            assert begun.acquire(timeout=20)
-        assert eventually(lambda: sum(call.done() for call in calls) == 2 * MAX_CONNECTIONS)
-        let_go.set()
-        found = [call.result() for call in calls]
-    assert sorted(found) == [2] * 2 * MAX_CONNECTIONS + [BY_SOCKET] * MAX_CONNECTIONS
-    assert len(false.joins) == MAX_CONNECTIONS
 
 
 # --- closing
@@ -492,24 +464,6 @@ def test_calls_of_a_client_do_not_go_through_grpc(
     store(client, 2, 3)
     assert client.lookup(keys=keys).ready == 3
     monkeypatch.undo()
-
-
-def test_closing_while_connections_are_made_leaves_none(setting: Setting) -> None:
-    asked, let_go = threading.Event(), threading.Event()
-
-    def join() -> Answers:
-        asked.set()
-        assert let_go.wait(20)
-        return [unix_socket.pack_reply(Reply.ok)]
-
-    setting.serve(lambda _: lookup_answer(), join)
-    with ThreadPoolExecutor(1) as pool:
-        call = pool.submit(setting.look_up)
-        assert asked.wait(20)
-        setting.link.links.close()
-        let_go.set()
-        assert call.result() == 2
-    assert not setting.link.links.busy | set(setting.link.links.idle)
 
 
 def _interrupted(*_: object) -> None:

@@ -14,8 +14,6 @@ from helpers.local_server import LocalServer
 from helpers.pages import AXES, engine_pages, rows_of
 from helpers.prompts import SMALL, equal, store, tokens
 from helpers.shards import TWO_GROUPS, WIDE
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvstore.client import Chunk, Client, ClientOptions, PagedCache, PlannedChunk, Shard
 from kvstore.client.chunk import arrays_of, dtype_of, to_array, to_torch
@@ -163,17 +161,6 @@ def test_arrays_and_torch_tensors_of_every_dtype_share_their_memory() -> None:
             assert bool((one.view(torch.uint8) == 0x3C).all())
 
 
-def test_an_array_of_a_strided_view_writes_through_to_the_tensor() -> None:
-    tensor = torch.zeros(SHAPE, dtype=torch.bfloat16, requires_grad=True)
-    for part in (tensor.transpose(0, 1), tensor[:, ::2], tensor[1:, :, 3:]):
-        array = to_array(part)
-        assert array.shape == tuple(part.shape)
-        array[...] = np.ones((), array.dtype)
-        written = tensor.detach().view(torch.uint8).numpy().view("u2")
-        assert written.astype(bool).sum() == part.numel()
-        written[...] = 0
-
-
 def test_what_is_no_tensor_of_ours_is_refused() -> None:
     given: list[Any] = [[1.0, 2.0], "text", None, 3]
     for what in given:
@@ -295,22 +282,6 @@ def test_ranks_share_heads_evenly_or_have_the_same() -> None:
         found = [Shard.of_rank(TWO_GROUPS, rank, ranks).kv_heads for rank in range(ranks)]
         assert [heads for heads, _ in found] == spans
         assert {latent for _, latent in found} == {(0, 1)}
-
-
-@given(ranks=st.integers(1, 40), cut=st.integers(1, 2))
-def test_the_ranks_of_any_engine_cover_the_model(ranks: int, cut: int) -> None:
-    layout = KVLayout.of(WIDE, 16)
-    covered = set()
-    for layers in ((0, cut), (cut, 3)):
-        for rank in range(ranks):
-            (one,) = Shard.of_rank(WIDE, rank, ranks, layers).in_chunk(WIDE, layout).extents
-            assert one is not None
-            covered |= {
-                (layer, head)
-                for layer in range(one.first_layer, one.layer_stop)
-                for head in range(one.first_head, one.head_stop)
-            }
-    assert len(covered) == 3 * 4
 
 
 def test_spans_that_are_none_are_refused() -> None:

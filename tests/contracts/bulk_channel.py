@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import pytest
+from conftest import ServerMaker
 from contracts.transport import TransportContract
 from helpers.local_server import LocalServer
-from helpers.prompts import MEDIUM, assert_reads, store
 
-from kvstore.client import Client
 from kvstore.client.transports.tcp import BulkTransport
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey
 
-ServerMaker = Callable[..., LocalServer]
 BULK = ("--bulk", "127.0.0.1:0")
 
 
@@ -35,7 +33,3 @@ class BulkChannelContract(TransportContract):
     @pytest.fixture
     def server(self, make_server: ServerMaker) -> LocalServer:
         return make_server()
-
-    def test_frames_of_several_messages_come_back(self, connect: Callable[..., Client]) -> None:
-        client = connect(MEDIUM, self.options(chunk_tokens=300))
-        assert_reads(client, store(client, 1, 3))

@@ -15,24 +15,20 @@ class TestTransformersConnector(ConnectorContract):
 
 from __future__ import annotations
 
-import signal
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 from pathlib import Path
 from typing import ClassVar
 
 import numpy as np
 import pytest
+from conftest import ProcessMaker
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.redis_process import free_port
-from helpers.server_process import ServerProcess
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.engines.base import Connector
 from kvstore.client.options import TransportName
 from kvstore.proto.types import MIN_CHUNK_TOKENS, Model
-
-ProcessMaker = Callable[..., ServerProcess]
 
 _LONG_MS = 600_000
 
@@ -73,18 +69,10 @@ class ConnectorContract(ABC):
         ids = np.random.default_rng(seed).integers(3, self.vocabulary, tokens)
         return [3 + seed, *map(int, ids[1:])]
 
-    def options(
-        self,
-        transport: TransportName = "auto",
-        deadline_ms: int = DEADLINE_MS,
-        retry_after_ms: int = 1,
-    ) -> ClientOptions:
+    def options(self, transport: TransportName = "auto", retry_after_ms: int = 1) -> ClientOptions:
         """Return options with the suite's chunk size."""
         return ClientOptions(
-            transport,
-            chunk_tokens=self.chunk_tokens,
-            deadline_ms=deadline_ms,
-            retry_after_ms=retry_after_ms,
+            transport, self.chunk_tokens, deadline_ms=DEADLINE_MS, retry_after_ms=retry_after_ms
         )
 
     def connect(self, server: LocalServer, transport: TransportName = "auto") -> Connector:
@@ -180,24 +168,11 @@ class ConnectorContract(ABC):
         assert stats.load_errors == {"TierUnavailableError": 2}
         assert set(stats.store_errors) == {"TierUnavailableError"}
 
-    def test_a_server_that_hangs_costs_one_deadline_and_then_nothing(
-        self, server_process: ProcessMaker, tmp_path: Path
-    ) -> None:
-        process = self._start(server_process, tmp_path)
-        process.send_signal(signal.SIGSTOP)
-        options = self.options(deadline_ms=200, retry_after_ms=_LONG_MS)
-        connector = self.dial(process.address, options)
-        with connector.client:
-            for seed in range(3):
-                assert self.hit_tokens(connector, self.prompt(self.chunk_tokens, seed)) == 0
-            stats = connector.stats()
-        assert stats.load_errors == {"DeadlineError": 1, "TierUnavailableError": 2}
-        assert set(stats.store_errors) == {"TierUnavailableError"}
-
     def test_a_killed_server_is_a_miss_and_a_restarted_one_hits_again(
         self, server_process: ProcessMaker, tmp_path: Path
     ) -> None:
-        process = self._start(server_process, tmp_path)
+        process = server_process("--cpu", "16MiB", "--disk", f"32MiB:{tmp_path / 'disk'}")
+        process.start()
         prompt = self.prompt(3 * self.chunk_tokens)
         connector = self.dial(process.address, self.options())
         with connector.client:
@@ -210,11 +185,6 @@ class ConnectorContract(ABC):
                 lambda: self.hit_tokens(connector, prompt) == self.whole_hit(len(prompt))
             )
             assert connector.stats().hit_tokens_by_tier["disk"] > 0
-
-    def _start(self, make: ProcessMaker, tmp_path: Path) -> ServerProcess:
-        process = make("--cpu", "16MiB", "--disk", f"32MiB:{tmp_path / 'disk'}")
-        process.start()
-        return process
 
     def test_a_server_that_drains_still_gives_and_takes_nothing(self, server: LocalServer) -> None:
         prompt = self.prompt(2 * self.chunk_tokens)

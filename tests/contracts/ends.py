@@ -5,12 +5,13 @@ A part of TransportContract, in a file of its own.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
 import pytest
 from contracts.chunks import make_representation
+from contracts.parallel import Connect
 from helpers.local_server import eventually
 from helpers.prompts import equal, keys_of, outcomes
 
@@ -62,7 +63,7 @@ def put_ends(client: Client, keys: Sequence[ChunkKey], ends: Sequence[str]) -> l
 class EndsContract:
     """See TransportContract, which brings the fixtures."""
 
-    def test_windows_and_states_come_back_bit_for_bit(self, connect: Callable[..., Client]) -> None:
+    def test_windows_and_states_come_back_bit_for_bit(self, connect: Connect) -> None:
         client = connect(HYBRID)
         keys = keys_of(client, 1, 3)
         assert put_ends(client, keys, ["", "w", "ws"]) == [stored] * 3
@@ -70,43 +71,18 @@ class EndsContract:
         for at, (one, has) in enumerate(zip(found, ["", "w", "ws"], strict=True)):
             assert equal(one, chunk_of(client, keys, at, has).tensors)  # type: ignore[arg-type]
 
-    def test_a_hit_ends_at_the_deepest_state_and_says_how_far_others_went(
-        self, connect: Callable[..., Client]
-    ) -> None:
-        client = connect(STATES)
-        keys = keys_of(client, 1, 6)
-        put_ends(client, keys[:5], ["", "s", "", "s", ""])
-        match = client.lookup(keys=keys)
-        assert (match.ready, match.shared, match.missing) == (4, 5, 2)
-        assert client.lookup(keys=keys[:3]).ready == 2
-        assert client.lookup(keys=keys[:1]).ready == 0
-        assert client.delete(keys=[keys[3]]) == 1
-        assert client.lookup(keys=keys).ready == 2
-
-    def test_a_hit_needs_the_windows_of_the_tokens_that_the_next_one_sees(
-        self, connect: Callable[..., Client]
-    ) -> None:
-        client = connect(WIDE)
-        cases = [
-            (["w", "w", "w", "w", "w"], 5),
-            (["", "", "w", "w", "w"], 5),
-            (["", "w", "", "w", "w"], 0),
-            (["w", "w", "", "w", "w"], 2),
-            (["", "", "", "", ""], 0),
-            (["w", "", "", "", ""], 1),
-        ]
-        for seed, (ends, ready) in enumerate(cases):
-            keys = keys_of(client, seed, 5)
-            put_ends(client, keys, ends)
-            assert client.lookup(keys=keys).ready == ready
-
-    def test_a_chunk_that_is_put_again_with_its_state_gains_it(
-        self, connect: Callable[..., Client]
+    def test_a_chunk_that_is_put_again_with_its_state_gains_it_unless_it_is_read(
+        self, connect: Connect
     ) -> None:
         client = connect(HYBRID)
         keys = keys_of(client, 1, 2)
         assert put_ends(client, keys, ["", ""]) == [stored, stored]
-        assert client.lookup(keys=keys).ready == 0
+        match = client.lookup(keys=keys)
+        assert (match.ready, match.shared) == (0, 2)
+        other = keys_of(client, 2, 2)
+        put_ends(client, other, ["", "ws"])
+        with client.lease(keys=other):
+            assert put_ends(client, other, ["ws"]) == [refused]
 
         def is_gained() -> bool:  # refused while the first is being copied to a lower tier
             return put_ends(client, keys, ["", "ws"]) == [exists, stored]
@@ -117,21 +93,7 @@ class EndsContract:
         assert put_ends(client, keys, ["", ""]) == [exists, exists]
         assert client.lookup(keys=keys).ready == 2
 
-    def test_while_a_chunk_is_read_it_gains_no_state(self, connect: Callable[..., Client]) -> None:
-        client = connect(HYBRID)
-        keys = keys_of(client, 1, 2)
-        put_ends(client, keys, ["ws", "ws"])
-        other = keys_of(client, 2, 2)
-        put_ends(client, other, ["", "ws"])
-        with client.lease(keys=other) as lease:
-            assert lease.match.ready == 2
-            assert put_ends(client, other, ["ws"]) == [refused]
-        assert eventually(lambda: put_ends(client, other, ["ws"]) == [stored])
-        assert client.lookup(keys=other[:1]).ready == 1
-
-    def test_windows_and_states_that_are_not_wanted_are_not_read(
-        self, connect: Callable[..., Client]
-    ) -> None:
+    def test_windows_and_states_that_are_not_wanted_are_not_read(self, connect: Connect) -> None:
         client = connect(HYBRID)
         keys = keys_of(client, 1, 2)
         put_ends(client, keys, ["ws", "ws"])
@@ -151,9 +113,7 @@ class EndsContract:
         with pytest.raises(LayoutMismatchError, match="layers=0: give 2"):
             client.get_chunks(keys[:1], lambda _, layout: [[] for _ in layout.components])
 
-    def test_tensors_that_are_not_what_the_layout_says_are_refused(
-        self, connect: Callable[..., Client]
-    ) -> None:
+    def test_tensors_that_are_not_what_the_layout_says_are_refused(self, connect: Connect) -> None:
         client = connect(HYBRID)
         keys = keys_of(client, 1, 1)
         whole = chunk_of(client, keys, 0, "ws")
@@ -165,7 +125,7 @@ class EndsContract:
             client.put_chunks([replace(whole, layout=KVLayout.of(WIDE, TOKENS))])
         assert outcomes(client, [replace(whole, layout=None)]) == [stored]
 
-    def test_work_layer_by_layer_is_refused_by_name(self, connect: Callable[..., Client]) -> None:
+    def test_work_layer_by_layer_is_refused_by_name(self, connect: Connect) -> None:
         client = connect(HYBRID)
         keys = keys_of(client, 1, 1)
         with pytest.raises(LayoutMismatchError, match="kind='window'"):

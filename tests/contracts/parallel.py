@@ -14,7 +14,7 @@ from kvstore.client import Chunk, Client, Shard
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome
+from kvstore.proto.types import KVLayout, PutOutcome
 
 Connect = Callable[..., Client]
 
@@ -139,16 +139,3 @@ class ParallelContract:
         thread.join()
         assert answers == [2]
         assert_reads(decode, keys)
-
-    def test_a_lookup_whose_writer_ends_is_answered_at_once(self, connect: Connect) -> None:
-        prefill, decode = connect(), connect()
-        keys: list[ChunkKey] = keys_of(prefill, 1, 2)
-        assert prefill.announce_puts(keys, within=60.0) == 2
-        answers: list[int] = []
-        thread = threading.Thread(
-            target=lambda: answers.append(decode.lookup(keys=keys, wait=20.0).pending)
-        )
-        thread.start()
-        prefill.close()
-        thread.join(15)
-        assert answers == [0]

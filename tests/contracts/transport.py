@@ -7,17 +7,17 @@ class TestShm(TransportContract):
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
-from threading import Barrier
 from typing import ClassVar
 
 import pytest
 import torch
+from conftest import ServerMaker
 from contracts.chunks import make_representation
 from contracts.ends import EndsContract
-from contracts.layers import LayersContract, damage, flip
-from contracts.parallel import ParallelContract
+from contracts.layers import LayersContract, assert_layer, damage, flip
+from contracts.parallel import Connect, ParallelContract
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import (
     MEDIUM,
@@ -31,17 +31,16 @@ from helpers.prompts import (
     parts_of,
     store,
     tensors_of,
-    tokens,
 )
 
 from kvstore.client import Chunk, Client, ClientOptions
-from kvstore.client.chunk import parents, to_torch
+from kvstore.client.chunk import to_torch
 from kvstore.client.options import TransportName
 from kvstore.client.session import Session
 from kvstore.client.transports.base import ReadPlan, Transport
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, LeaseExpiredError
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, DType, KVLayout, Model, PutOutcome
+from kvstore.proto.types import DIGEST_BYTES, DType, KVLayout, Model, PutOutcome
 
 
 class TransportContract(LayersContract, EndsContract, ParallelContract):
@@ -50,7 +49,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
     transport: ClassVar[type[Transport]]
 
     @pytest.fixture
-    def connect(self, server: LocalServer) -> Callable[..., Client]:
+    def connect(self, server: LocalServer) -> Connect:
         """Connect to the server over this transport."""
 
         def connect(representation: Model = SMALL, options: ClientOptions | None = None) -> Client:
@@ -73,7 +72,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         )
 
     @pytest.fixture
-    def client(self, connect: Callable[..., Client]) -> Client:
+    def client(self, connect: Connect) -> Client:
         return connect()
 
     @pytest.fixture
@@ -87,9 +86,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
 
     # --- what is put comes back
 
-    def test_what_is_put_comes_back_bit_for_bit_in_every_dtype(
-        self, connect: Callable[..., Client]
-    ) -> None:
+    def test_what_is_put_comes_back_bit_for_bit_in_every_dtype(self, connect: Connect) -> None:
         for dtype in DType:
             client = connect(make_representation(dtype=dtype))
             keys = store(client, 1, 3)
@@ -98,7 +95,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
 
     @pytest.mark.parametrize("dtype", [DType.bfloat16, DType.float8_e4m3fn], ids=lambda d: d.name)
     def test_torch_tensors_of_any_strides_are_put_and_filled(
-        self, connect: Callable[..., Client], dtype: DType
+        self, connect: Connect, dtype: DType
     ) -> None:
         client = connect(make_representation(dtype=dtype))
         (key,) = keys_of(client, 1, 1)
@@ -123,28 +120,16 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         for got, want in zip(parts_of(room), parts_of(given), strict=True):  # type: ignore[arg-type]
             assert torch.equal(got.view(torch.uint8), want.view(torch.uint8))  # type: ignore[call-overload]
 
-    def test_short_last_chunk_comes_back_at_its_own_length(
-        self, connect: Callable[..., Client]
-    ) -> None:
-        client = connect(options=self.options(chunk_tokens=64))
-        keys = client.keys(tokens(1, 64 + 17))
-        sizes = (64, 17)
-        chunks = [
-            Chunk(key, tensors_of(key, SMALL, size), parent=parent)
-            for key, size, parent in zip(keys, sizes, parents(keys), strict=True)
-        ]
-        assert outcomes(client, chunks) == [PutOutcome.stored] * 2
-        found = client.get_chunks(keys)
-        assert [one[0][0][0].shape[1] for one in found] == list(sizes)
-        for key, size, one in zip(keys, sizes, found, strict=True):
-            assert equal(one, tensors_of(key, SMALL, size))
-
     def test_batch_larger_than_the_staging_memory_is_put_whole_and_in_order(
-        self, connect: Callable[..., Client]
+        self, connect: Connect
     ) -> None:
         client = connect(MEDIUM, self.options(chunk_tokens=64, staging_bytes=1 << 20))
         keys = store(client, 1, 24)
         assert_reads(client, keys)
+
+    def test_frames_of_several_messages_come_back(self, connect: Connect) -> None:
+        client = connect(MEDIUM, self.options(chunk_tokens=300))
+        assert_reads(client, store(client, 1, 3))
 
     def test_many_chunks_come_in_the_order_they_are_asked_for(self, client: Client) -> None:
         keys = store(client, 1, 200)
@@ -220,28 +205,6 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         assert outcomes(client, twice) == [PutOutcome.stored, PutOutcome.exists]
         assert_reads(client, other)
 
-    def test_of_many_writers_of_one_key_one_wins_whole(
-        self, connect: Callable[..., Client], server: LocalServer
-    ) -> None:
-        clients = [
-            connect(MEDIUM, self.options(chunk_tokens=64, staging_bytes=1 << 19)) for _ in range(4)
-        ]
-        (key,) = keys_of(clients[0], 1, 1)
-        start = Barrier(16)
-
-        def write(version: int) -> PutOutcome:
-            client = clients[version % len(clients)]
-            chunks = chunks_of(client, [key], version)
-            start.wait()
-            return outcomes(client, chunks)[0]
-
-        with ThreadPoolExecutor(16) as pool:
-            answers = list(pool.map(write, range(16)))
-        assert sorted(answers) == [PutOutcome.stored] + [PutOutcome.exists] * (15)
-        (found,) = clients[0].get_chunks([key])
-        assert is_right(clients[0], key, found, answers.index(PutOutcome.stored))
-        assert server.settled().tiers[0][1].chunks == 1
-
     # --- leases
 
     def test_lease_keeps_its_chunks_readable_until_it_is_released(
@@ -263,9 +226,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
             lease.get()
         assert client.delete(keys=keys) == 3
 
-    def test_get_under_an_expired_lease_says_so(
-        self, make_server: Callable[..., LocalServer]
-    ) -> None:
+    def test_get_under_an_expired_lease_says_so(self, make_server: ServerMaker) -> None:
         server = make_server("--lease-ttl-ms", "20")
         client = server.connect(self.name())
         keys = store(client, 1, 2)
@@ -275,7 +236,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
             with pytest.raises(LeaseExpiredError, match="expired"):
                 lease.get()
 
-    def test_get_that_is_given_up_leaves_no_lease(
+    def test_chunks_arrive_in_order_with_their_tier_and_a_get_that_is_given_up_leaves_no_lease(
         self, bare: Transport, client: Client, server: LocalServer
     ) -> None:
         keys = store(client, 1, 50)
@@ -283,7 +244,8 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         for read in (0, 1, 5) * 5:
             with bare.read(ReadPlan(digests, 0, DEADLINE_MS)) as arriving:
                 for index in range(read):
-                    assert next(arriving.frames).index == index
+                    arrived = next(arriving.frames)
+                    assert (arrived.index, arrived.tier) == (index, "cpu")
         for _ in range(100):
             assert len(client.get_chunks([*keys[:3], *keys_of(client, 2, 1)])) == 3
         assert server.settled().leases == 0
@@ -292,38 +254,41 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
     # --- room
 
     def test_put_into_a_tier_full_of_leases_is_refused_with_a_reason(
-        self, make_server: Callable[..., LocalServer]
+        self, make_server: ServerMaker
     ) -> None:
         server = make_server("--tiers", "cpu", "--cpu", "4MiB")
-        options = self.options(chunk_tokens=64)
-        client = server.connect(self.name(), MEDIUM, options)
-        kept: list[ChunkKey] = []
+        client = server.connect(self.name(), MEDIUM, self.options(chunk_tokens=64))
         leases = []
         for seed in range(100):
             (key,) = keys_of(client, seed, 1)
             (put,) = client.put_chunks(chunks_of(client, [key]))
             if put.outcome is PutOutcome.refused:
                 break
-            kept.append(key)
             leases.append(client.lease(keys=[key]))
-        assert 8 <= len(kept) < 16
+        assert 8 <= len(leases) < 16
         assert "tier 'cpu' needs" in put.reason
         assert server.counter("put_refused_chunks") >= 1
-        for key in kept:
-            assert_reads(client, [key])
         for lease in leases:
+            assert_reads(client, lease.keys)
             lease.release()
         assert outcomes(client, chunks_of(client, keys_of(client, 1000, 1))) == [PutOutcome.stored]
 
-    def test_more_than_memory_holds_comes_back_from_disk(
-        self, server: LocalServer, connect: Callable[..., Client]
+    def test_more_than_memory_holds_comes_back_from_disk_whole_and_by_layers(
+        self, server: LocalServer, connect: Connect
     ) -> None:
         client = connect(MEDIUM, self.options(chunk_tokens=64))
         prompts = [store(client, seed, 8) for seed in range(12)]
         assert server.counter("evicted_chunks") > 0
+        assert client.lookup(keys=prompts[0]).tiers == ("disk",) * 8
+        for keys in prompts:
+            layers = list(client.get_chunk_layers(keys))
+            assert [len(layer.tensors) for layer in layers] == [8] * 4
+            for layer in layers:
+                assert_layer(client, keys, layer)
         for keys in prompts * 2:  # who reads files in place has them promoted the second time
             assert_reads(client, keys)
         assert eventually(lambda: server.counter("promoted_chunks") > 0)
+        assert server.settled().tiers[0][1].reservations == 0
 
     def test_durable_put_is_on_disk_when_it_is_answered(self, client: Client) -> None:
         keys = keys_of(client, 1, 4)
@@ -335,7 +300,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         assert ["disk" in [copy.tier for copy in chunk.copies] for chunk in held] == [True] * 4
 
     def test_durable_put_without_a_disk_is_refused_and_says_what_to_do(
-        self, make_server: Callable[..., LocalServer]
+        self, make_server: ServerMaker
     ) -> None:
         server = make_server("--tiers", "cpu")
         client = server.connect(self.name())
@@ -357,7 +322,7 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
             list(pool.map(work, range(8)))
 
     def test_closing_a_client_releases_everything_it_had(
-        self, server: LocalServer, connect: Callable[..., Client]
+        self, server: LocalServer, connect: Connect
     ) -> None:
         client = connect()
         keys = store(client, 1, 3)
@@ -367,12 +332,3 @@ class TransportContract(LayersContract, EndsContract, ParallelContract):
         client.close()
         assert server.settled().leases == 0
         assert eventually(lambda: len(server.node.sessions) == 0)
-
-    def test_transport_reports_the_tier_a_chunk_came_from(
-        self, bare: Transport, client: Client
-    ) -> None:
-        keys = store(client, 1, 2)
-        digests = b"".join(key[DIGEST_BYTES:] for key in keys)
-        with bare.read(ReadPlan(digests, 0, DEADLINE_MS)) as arriving:
-            arrived = list(arriving.frames)
-        assert [(one.index, one.tier) for one in arrived] == [(0, "cpu"), (1, "cpu")]

@@ -6,24 +6,20 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import cache
+from pathlib import Path
 from typing import Any
 
-import typer
 import yaml
 from docs.blocks import ROOT
+from helpers.kvstore_command import COMMANDS, PROGRAM
 from typer.core import TyperGroup
 
-import kvstore.cli.__main__  # noqa: F401 - registers the commands
-from kvstore.cli.app import root
 from kvstore.server.settings.loading import flag_of
 from kvstore.server.settings.settings import Settings
 
 Words = Sequence[str]
-
 SERVER_VERBS = (("config", "show"), ("config", "validate"), ("doctor",))
 """Commands that take the server's flags."""
-
-
 ENGINES = ("vllm.entrypoints.openai.api_server", "sglang.launch_server")
 
 
@@ -37,20 +33,39 @@ def server_flags() -> frozenset[str]:
     return frozenset({flag_of(name) for name in Settings.model_fields} | {"--config", "--version"})
 
 
+@cache
+def command_flags() -> frozenset[str]:
+    """Return every flag of kvstore's commands."""
+    return frozenset(flag for command in COMMANDS.values() for flag in flags_of(command))
+
+
+@cache
+def script_flags() -> frozenset[str]:
+    """Return every flag of the programs of the checkout that are no commands."""
+    folders = [path for name in ("bench", "examples") for path in (ROOT / name).rglob("*.py")]
+    return frozenset().union(*map(_named_in, [*folders, ROOT / "codecs" / "conformance.py"]))
+
+
+def _named_in(script: Path) -> set[str]:
+    return set(re.findall(r'"(--[a-z-]+)"', script.read_text()))
+
+
+def flags_of(command: Any) -> set[str]:
+    return {one for option in command.params for one in (*option.opts, *option.secondary_opts)}
+
+
 def _check_server(words: Words) -> None:
     assert set(_flags(words)) <= server_flags(), words
 
 
 def verb_of(words: Words) -> tuple[Any, tuple[str, ...], set[str]]:
     """Return the command that words after ``kvstore`` name, its path, and the flags it takes."""
-    command: Any = typer.main.get_command(root)
+    command: Any = PROGRAM
     path: list[str] = []
     known: set[str] = {"--help"}
     rest = list(words)
     while isinstance(command, TyperGroup):
-        known |= {
-            one for option in command.params for one in (*option.opts, *option.secondary_opts)
-        }
+        known |= flags_of(command)
         takes = {one for option in command.params if not _is_switch(option) for one in option.opts}
         while rest and rest[0].startswith("-"):
             rest = rest[2 if rest[0] in takes else 1 :]
@@ -61,8 +76,7 @@ def verb_of(words: Words) -> tuple[Any, tuple[str, ...], set[str]]:
         found = command.get_command(context, rest[0])
         path.append(rest.pop(0))
         command = found
-    known |= {one for option in command.params for one in (*option.opts, *option.secondary_opts)}
-    return command, tuple(path), known
+    return command, tuple(path), known | flags_of(command)
 
 
 def _is_switch(option: object) -> bool:
@@ -93,7 +107,7 @@ def _check_module(words: Words) -> None:
 
 
 def _check_script(name: str, words: Words) -> None:
-    known = set(re.findall(r'"(--[a-z-]+)"', (ROOT / name).read_text())) | {"--json", "--only"}
+    known = _named_in(ROOT / name) | {"--json", "--only"}
     assert set(_flags(words)) <= known, (name, words)
 
 

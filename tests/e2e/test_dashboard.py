@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from conftest import ServerMaker
@@ -14,9 +12,6 @@ from helpers.local_server import LocalServer
 from helpers.prompts import SMALL, other_revision, store
 
 pytestmark = pytest.mark.skipif(PROGRAM is None, reason=WHY_NOT)
-
-SHOTS = os.environ.get("DASHBOARD_SHOTS")
-"""A folder: pictures of the page go there, for people to look at."""
 
 
 @pytest.fixture(scope="module")
@@ -81,8 +76,6 @@ def test_the_page_fits_every_width_in_light_and_dark_and_says_when_its_server_is
     assert browser.evaluate("document.documentElement.scrollWidth") <= width
     background = browser.evaluate("getComputedStyle(document.body).backgroundColor")
     assert (max(map(int, background[4:-1].split(","))) < 64) == dark
-    if SHOTS:
-        browser.shoot(Path(SHOTS) / f"{width}{'-dark' if dark else ''}.png")
     browser.wait_for("document.body.dataset.looks > 0")
     server.stop()
     browser.wait_for("document.getElementById('live').classList.contains('off')")

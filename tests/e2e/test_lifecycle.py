@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 from conftest import ProcessMaker
-from golden.history_samples import OLDER, PATH
 from helpers.local_server import DEADLINE_MS, eventually
 from helpers.prompts import SMALL, assert_reads, chunks_of, keys_of, store
 from helpers.server_process import ServerProcess
@@ -22,7 +21,6 @@ from kvstore.client import Client, ClientOptions
 from kvstore.client.options import TransportName
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import ChunkKey, PutOutcome
-from kvstore.server.store.saved_state import FILE_NAME
 
 OPTIONS = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS, retry_after_ms=20)
 
@@ -85,29 +83,6 @@ def test_server_of_memory_alone_stops_clean_unless_it_loses_something(
         assert client.drain() is (stored == 0)
     assert process.terminate() == 0
     assert process.output.endswith(f"stopped clean={str(stored == 0).lower()}\n")
-
-
-@pytest.mark.parametrize(
-    ("history", "lines"),
-    [(PATH.read_bytes(), 0), (OLDER.read_bytes(), 1)],
-    ids=["of today", "of the version before"],
-)
-def test_a_server_starts_clean_over_whatever_history_an_earlier_one_saved(
-    server_process: ProcessMaker, history: bytes, lines: int
-) -> None:
-    process = server_process(
-        *("--cpu", "16MiB", "--disk", "32MiB:disk", "--log-level", "warning", "--insecure")
-    )
-    path = process.socket_path.parent / "disk" / FILE_NAME
-    path.parent.mkdir(mode=0o700)
-    path.write_bytes(history)
-    process.start()
-    with Client(process.address, SMALL, OPTIONS) as client:
-        assert_reads(client, store(client, 1, 4))
-    assert process.terminate() == 0
-    said = process.errors.splitlines()
-    assert [line for line in said if "what was learned is lost" in line] == said
-    assert len(said) == lines
 
 
 # --- traces

@@ -75,13 +75,11 @@ class PowerSwitch:
             os.close(descriptor)
 
     def turn_off(self) -> None:
-        """Unmount; nobody may have a file open there."""
         if self._is_mounted:
             _run("umount", str(self.path))
             self._is_mounted = False
 
     def close(self) -> None:
-        """Unmount and delete, whoever has files open."""
         if self._is_mounted:
             with suppress(OSError):
                 _run("umount", "--lazy", str(self.path))

@@ -14,7 +14,6 @@ def resident_bytes(pid: int) -> int:
 
 
 def thread_count(pid: int) -> int:
-    """Return how many threads a process has."""
     return len(os.listdir(f"/proc/{pid}/task"))
 
 

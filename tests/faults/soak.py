@@ -68,7 +68,6 @@ class Worker:
         self.start()
 
     def start(self) -> None:
-        """Begin, with a seed that was not used before."""
         self._seed += 1000
         paths = os.pathsep.join(os.path.abspath(path) for path in sys.path if path)
         self._process = subprocess.Popen(
@@ -86,7 +85,6 @@ class Worker:
                     self._now = Counter(json.loads(line))
 
     def kill(self) -> None:
-        """Kill it with SIGKILL and keep what it counted."""
         if self._process is not None and self._thread is not None:
             self._process.kill()
             self._process.wait()
@@ -99,7 +97,6 @@ class Worker:
             self.kills += 1
 
     def counts(self) -> Counter[str]:
-        """Return what all its processes counted."""
         total = self._past + self._now
         total["overrun_ms"] = max(self._past["overrun_ms"], self._now["overrun_ms"])
         return total
@@ -146,7 +143,6 @@ class Soak:
         }
 
     def fault(self) -> None:
-        """Do one thing that should not happen."""
         kind = self._draw.choice(list(self._kinds))
         self.faults[kind] += 1
         self._kinds[kind]()
@@ -219,7 +215,6 @@ class Soak:
                     client.put_chunks(chunks)
 
     def totals(self) -> Counter[str]:
-        """Return what all clients counted."""
         total: Counter[str] = Counter()
         for worker in self.workers:
             total += worker.counts()

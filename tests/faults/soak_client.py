@@ -78,7 +78,6 @@ class Reader:
 
 
 def main() -> None:
-    """Work until killed."""
     address, transport, seed = sys.argv[1], sys.argv[2], int(sys.argv[3])
     reader = Reader(address, transport, seed)
     said_at = 0.0

@@ -8,29 +8,17 @@ from pathlib import Path
 
 from conftest import ServerMaker
 from faults.oracle import verified
+from helpers.disk_damage import frames_in
 from helpers.local_server import LocalServer
 from helpers.prompts import store
 from helpers.redis_process import RedisProcess
 
 from kvstore.client import Client
-from kvstore.proto.buffers import as_bytes
-from kvstore.proto.frame import KEY_OFFSET, MAGIC, parse_header
 from kvstore.proto.types import ChunkKey
 
 CHUNKS = 4
 PROMPTS = 8
 KINDS = ("flip", "torn", "zeros", "cut", "swapped")
-
-
-def frames_in(path: Path) -> dict[ChunkKey, tuple[int, int]]:
-    """Return where the frames of an extent lie: offset and size by key."""
-    data, found = path.read_bytes(), {}
-    start = data.find(MAGIC)
-    while start >= 0:
-        key = ChunkKey(data[start + KEY_OFFSET :][: 2 * 16])
-        found[key] = (start, parse_header(as_bytes(data[start:])).frame_bytes)
-        start = data.find(MAGIC, start + 1)
-    return found
 
 
 def spoil_file(path: Path, places: list[tuple[int, int]], draw: random.Random, kind: str) -> None:

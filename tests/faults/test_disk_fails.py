@@ -35,7 +35,6 @@ FLAGS = ("--cpu", "16MiB", "--limits", "breaker_retry_ms=100")
 
 
 def fill(path: Path) -> None:
-    """Write until it fails."""
     with path.open("wb") as file:
         while True:
             os.write(file.fileno(), bytes(1 << 16))
@@ -189,7 +188,6 @@ def power(tmp_path: Path) -> Iterator[PowerSwitch]:
 
 
 def give_up_one(tier: DiskTier) -> str:
-    """Delete the oldest chunk; return its key."""
     oldest = next(tier.scan())
     assert tier.delete(oldest.key)
     return oldest.key.hex()

@@ -56,11 +56,6 @@ def redis_proxy(own_redis: RedisProcess, proxy: Callable[[int], FaultProxy]) -> 
     return proxy(own_redis.port)
 
 
-def redis_state(client: Client) -> str:
-    (tier,) = (tier for tier in client.status().tiers if tier.name == "redis")
-    return tier.state
-
-
 def is_on_redis(client: Client, keys: list[ChunkKey]) -> bool:
     return all("redis" in {c.tier for c in chunk.copies} for chunk in client.stat(keys=keys))
 
@@ -99,28 +94,6 @@ def test_what_a_slow_redis_has_is_a_miss_by_the_deadline_and_a_hit_once_it_is_we
     redis_proxy.heal()
     assert eventually(lambda: is_on_redis(writer, store(writer, next(seeds), 1)))
     assert eventually(lambda: verified(writer, kept) == CHUNKS)
-
-
-def test_a_silent_redis_is_left_alone_and_used_again(
-    make_server: ServerMaker, redis_proxy: FaultProxy
-) -> None:
-    server = behind(make_server, redis_proxy, "--redis-timeout-ms", "500")
-    client = server.connect("grpc")
-    kept = kept_on_redis(client)
-    server.leave_memory(kept)
-    redis_proxy.to_client = TROUBLES["silent"]
-    seeds = count(100)
-
-    def is_set_aside() -> bool:
-        assert client.lookup(keys=keys_of(client, next(seeds), 1)).ready == 0
-        return redis_state(client) == "degraded"
-
-    assert eventually(is_set_aside)
-    assert verified(client, store(client, 2, 1)) == 1
-    redis_proxy.heal()
-    assert eventually(lambda: is_on_redis(client, store(client, next(seeds), 1)))
-    assert eventually(lambda: redis_state(client) == "serving")
-    assert eventually(lambda: verified(client, kept) == CHUNKS)
 
 
 def test_bytes_that_a_network_changes_on_their_way_from_redis_are_never_delivered(

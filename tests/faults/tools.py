@@ -104,7 +104,6 @@ def memory_limit(name: str, limit_bytes: int) -> Iterator[Path]:
 
 
 def join(group: Path, pid: int) -> None:
-    """Move a process into a cgroup."""
     (group / "cgroup.procs").write_text(str(pid))
 
 

@@ -68,7 +68,6 @@ class Sampler:
         self._thread = threading.Thread(target=self._work, daemon=True)
 
     def start(self) -> None:
-        """Begin."""
         self._thread.start()
 
     def stop(self) -> list[tuple[float, float]]:

@@ -88,11 +88,9 @@ class Samples:
         return self.codec.kind
 
     def chunk(self, *components: Component, seed: int = 99, position: int = POSITION) -> Tensors:
-        """Return the tensors of a chunk."""
         return [self.layers(component, seed, position) for component in components]
 
     def parts(self, component: Component | None = None, position: int = POSITION) -> list[Part]:
-        """Return the first layer of a chunk."""
         return self.chunk(component or self.one, position=position)[0][0]
 
     @lru_cache(maxsize=32)  # noqa: B019
@@ -115,7 +113,6 @@ class Samples:
         return self.shelved(self.calibrated(*components or (self.one,)), quality=quality)
 
     def framed(self, quality: int, *components: Component) -> tuple[FrameHeader, Bytes]:
-        """Return the frame of a chunk."""
         codec, layout = self.bound(quality, *components), KVLayout(components)
         out = np.empty(codec.max_frame_bytes(layout), np.uint8)
         header = codec.encode(template(layout), self.chunk(*components), out)

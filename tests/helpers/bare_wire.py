@@ -26,13 +26,11 @@ class Wire:
     terms: pb.OpenSessionResponse
 
     def call(self, method: str, request: Any) -> Any:
-        """Send *request* as this session's."""
         if "session_id" in request.DESCRIPTOR.fields_by_name and not request.session_id:
             request.session_id = self.terms.session_id
         return self.connection.call(method, request, DEADLINE_MS, object)
 
     def stream(self, method: str, request: Any) -> list[Any]:
-        """Send *request* as this session's; return all replies."""
         request.session_id = self.terms.session_id
         return list(self.connection.stream(method, request, DEADLINE_MS))
 
@@ -52,7 +50,6 @@ class Wire:
         return self.put(*messages)
 
     def key(self, seed: int = 1) -> ChunkKey:
-        """Return a key of the session's namespace."""
         return chunk_key(Namespace(self.terms.key_namespace), ChainDigest(bytes([seed]) * 16))
 
     def reserve(self, *sizes: int) -> pb.ReserveRequest:

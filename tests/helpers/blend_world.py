@@ -127,7 +127,6 @@ class World:
         return found
 
     def approx(self) -> list[int]:
-        """The positions of the approximate rows."""
         spans = [(s.start, s.end) for s in self.segments if s.kind == "approx"]
         return [position for span in spans for position in range(*span)]
 
@@ -161,5 +160,4 @@ def make_world(
 
 
 def distance(found: Tensor, wanted: Tensor) -> float:
-    """The largest difference."""
     return float((found.double() - wanted.double()).abs().max())

@@ -5,7 +5,6 @@ The DevTools protocol: JSON messages, each ended by a zero byte, on file descrip
 
 from __future__ import annotations
 
-import base64
 import json
 import os
 import select
@@ -57,7 +56,6 @@ class Browser:
             self.call(f"{domain}.enable")
 
     def call(self, method: str, **terms: Any) -> Any:
-        """Call *method* of the protocol and return its result."""
         self._number += 1
         message = {"id": self._number, "method": method, "params": terms}
         if self._session:
@@ -95,13 +93,11 @@ class Browser:
                 self.complaints.append(json.dumps(terms["entry"]))
 
     def evaluate(self, expression: str) -> Any:
-        """Return the value of JavaScript in the page."""
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"][
             "value"
         ]
 
     def wait_for(self, expression: str) -> None:
-        """Wait until JavaScript in the page is true."""
         deadline = time.monotonic() + _ANSWER_S
         while not self.evaluate(expression):
             assert time.monotonic() < deadline, f"{expression} did not come true"
@@ -118,13 +114,7 @@ class Browser:
         self.call("Page.navigate", url=url)
         self.wait_for("document.readyState === 'complete'")
 
-    def shoot(self, path: Path) -> None:
-        """Write a picture of the whole page."""
-        taken = self.call("Page.captureScreenshot", format="png", captureBeyondViewport=True)
-        path.write_bytes(base64.b64decode(taken["data"]))
-
     def close(self) -> None:
-        """End it."""
         os.close(self._out)
         os.close(self._in)
         self._process.kill()

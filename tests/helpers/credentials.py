@@ -120,15 +120,12 @@ class KeyRing:
         write_keys(path, [])
 
     def make(self, tenant: str, *roles: str) -> str:
-        """Return a new key of *tenant*."""
         text, row = make_key(tenant, roles or ("read", "write"), os.urandom, time.time())
         write_keys(self.path, [*self.rows(), row])
         return text
 
     def rows(self) -> list[ApiKey]:
-        """Return the rows of the file."""
         return list(parse_keys(self.path.read_bytes()).rows.values())
 
     def revoke(self, key: str) -> None:
-        """Take *key* out of the file."""
         write_keys(self.path, [row for row in self.rows() if row.id not in key])

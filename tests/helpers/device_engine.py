@@ -41,7 +41,6 @@ class Engine:
         return ordered.flatten(0, 1).transpose(0, 1)
 
     def has(self, key: ChunkKey, index: int, representation: Model, size: int) -> bool:
-        """Whether the chunk's tokens are where chunk *index* of the request belongs."""
         return self.holds(tensors_of(key, representation, size), index)
 
     def holds(self, right: ChunkTensors, index: int) -> bool:
@@ -56,12 +55,10 @@ class Engine:
 
 
 def raw_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Return the tensor's bytes, which compare as they are."""
     return tensor.contiguous().view(torch.uint8)
 
 
 def blocks_for(chunks: int) -> int:
-    """Return how many blocks so many chunks fill."""
     return chunks * CHUNK_TOKENS // BLOCK_TOKENS
 
 

@@ -99,16 +99,11 @@ def is_refused(call: Callable[[], object]) -> bool:
     return False
 
 
-def use_device(
-    monkeypatch: pytest.MonkeyPatch, folder: Path, device: Device, capacity_bytes: int = 0
-) -> None:
-    """Have servers that start from now on put their gpu tier on *device*.
-
-    With *capacity_bytes* it is smaller than settings allow.
-    """
+def use_device(monkeypatch: pytest.MonkeyPatch, folder: Path, device: Device) -> None:
+    """Have servers that start from now on put their gpu tier on *device*."""
 
     def open_tier(config: GpuConfig) -> GpuTier:
-        return GpuTier(capacity_bytes or config.capacity_bytes, device, 4096)
+        return GpuTier(config.capacity_bytes, device, 4096)
 
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", folder)
     monkeypatch.setattr(wiring, "open_gpu_tier", open_tier)

@@ -69,7 +69,6 @@ class FakePeer:
         self._threads[0].start()
 
     def dial(self, address: str, node_id: str, within_s: float) -> pb.OpenPeerResponse:
-        """Let anybody in."""
         self.dials += 1
         where = f"tcp://127.0.0.1:{self._port}"
         return peer_session(where)
@@ -121,7 +120,6 @@ class FakePeer:
         return [*found, (done(number, len(request.ranges)), b"")]
 
     def close(self) -> None:
-        """Hang up on all, and end the threads."""
         self._listener.shutdown(socket.SHUT_RDWR)
         self._listener.close()
         self._threads[0].join()
@@ -151,7 +149,6 @@ def asking(
 
 
 def is_part(message: Message) -> bool:
-    """Whether *message* carries bytes of a frame."""
     return kind(message[0]) == "part"
 
 

@@ -22,11 +22,9 @@ from functools import partial
 from pathlib import Path
 from typing import Any, get_args
 
-import numpy as np
-from helpers.prompts import SMALL, tensors_of, tokens
+from helpers.prompts import SMALL, chunks_of, equal, tensors_of, tokens
 
 from kvstore.client import AsyncClient, Chunk, Client, ClientOptions, PlannedChunk
-from kvstore.client.chunk import parents
 from kvstore.client.connection import Connection
 from kvstore.client.forks import GRACE_S
 from kvstore.client.options import TransportName
@@ -55,8 +53,7 @@ def named(client: Client, seed: int) -> list[ChunkKey]:
 
 def prompt(client: Client, seed: int) -> tuple[list[ChunkKey], list[Chunk]]:
     keys = named(client, seed)
-    pairs = zip(keys, parents(keys), strict=True)
-    return keys, [Chunk(key, tensors_of(key, SMALL, 16), parent=parent) for key, parent in pairs]
+    return keys, chunks_of(client, keys)
 
 
 def faults(keys: Sequence[ChunkKey], found: Sequence[ChunkTensors], what: str) -> list[str]:
@@ -64,13 +61,9 @@ def faults(keys: Sequence[ChunkKey], found: Sequence[ChunkTensors], what: str) -
     wrong = [
         f"{what}: chunk {number} is wrong"
         for number, (key, tensors) in enumerate(zip(keys, found, strict=False))
-        if flat(tensors) != flat(tensors_of(key, SMALL, 16))
+        if not equal(tensors, tensors_of(key, SMALL, 16))
     ]
     return wrong + [f"{what}: {len(found)} of {len(keys)}"] * (len(found) != len(keys))
-
-
-def flat(tensors: ChunkTensors) -> bytes:
-    return b"".join(np.ascontiguousarray(p).tobytes() for c in tensors for x in c for p in x)
 
 
 @contextmanager
@@ -104,24 +97,18 @@ class Both:
         self.round_trip(range(1))
 
     def round_trip(self, seeds: Sequence[int]) -> list[str]:
-        """Put, look up and get the prompts of *seeds*; return what went wrong."""
+        """Put, look up and get the prompts of *seeds*, each way; return what went wrong."""
+        ways: list[tuple[Any, Callable[[Any], Any], int]] = [
+            (self.client, lambda done: done, 0), (self.other, asyncio.run, 500),
+        ]  # fmt: skip
         found: list[str] = []
-        for seed in seeds:
-            keys, chunks = prompt(self.client, seed)
-            self.client.put_chunks(chunks)
-            ready = self.client.lookup(keys=keys).ready
-            found += [f"{seed}: lookup found {ready}"] * (ready != CHUNKS)
-            found += faults(keys, self.client.get_chunks(keys), f"{seed}")
-        return found + asyncio.run(self._async_round_trip([seed + 500 for seed in seeds]))
-
-    async def _async_round_trip(self, seeds: Sequence[int]) -> list[str]:
-        found: list[str] = []
-        for seed in seeds:
-            keys, chunks = prompt(self.other.sync, seed)
-            await self.other.put_chunks(chunks)
-            ready = (await self.other.lookup(keys=keys)).ready
-            found += [f"{seed}: async lookup found {ready}"] * (ready != CHUNKS)
-            found += faults(keys, await self.other.get_chunks(keys), f"{seed} async")
+        for client, do, more in ways:
+            for seed in (seed + more for seed in seeds):
+                keys, chunks = prompt(self.client, seed)
+                do(client.put_chunks(chunks))
+                ready = do(client.lookup(keys=keys)).ready
+                found += [f"{seed}: lookup found {ready}"] * (ready != CHUNKS)
+                found += faults(keys, do(client.get_chunks(keys)), f"{seed}")
         return found
 
 
@@ -506,24 +493,7 @@ def suppressed(work: Callable[[], Any]) -> None:
         work()
 
 
-SCENARIOS: dict[str, Callable[[str, str], list[str]]] = {
-    work.__name__: work
-    for work in (
-        twice,
-        generations,
-        busy,
-        held,
-        followed,
-        late,
-        methods,
-        loader,
-        connector,
-        inside,
-        dropped,
-        kept,
-    )
-}
-
 if __name__ == "__main__":
-    print(json.dumps(SCENARIOS[sys.argv[1]](*sys.argv[2:4])), flush=True)
+    scenario: Callable[[str, str], list[str]] = globals()[sys.argv[1]]
+    print(json.dumps(scenario(*sys.argv[2:4])), flush=True)
     os._exit(0)  # what the parent has open ends with it

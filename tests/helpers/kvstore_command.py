@@ -1,13 +1,28 @@
-"""The kvstore command, run in this process."""
+"""The kvstore command, run in this process, and what its commands are."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import pytest
+import typer
 
 from kvstore.cli.__main__ import main
+from kvstore.cli.app import root
+
+
+def commands(group: Any, start: str = "") -> dict[str, Any]:
+    """Return every command by what is typed."""
+    found: dict[str, Any] = {}
+    for name, one in group.commands.items():
+        is_group = hasattr(one, "commands")
+        found |= commands(one, f"{start}{name} ") if is_group else {start + name: one}
+    return found
+
+
+PROGRAM: Any = typer.main.get_command(root)
+COMMANDS = commands(PROGRAM)
 
 
 class Ran(NamedTuple):

@@ -84,7 +84,6 @@ class LocalServer:
 
     @property
     def address(self) -> str:
-        """Where clients connect to."""
         return f"127.0.0.1:{self.node.port}"
 
     @property
@@ -125,7 +124,6 @@ class LocalServer:
         self._ahead_s += seconds
 
     def usage(self) -> Usage:
-        """Return what the server holds now."""
         store = self.node.store
         return Usage(
             tuple((slot.name, slot.tier.stats()) for slot in store.tiers.slots.values()),
@@ -155,7 +153,6 @@ class LocalServer:
         assert eventually(lambda: self.usage() == before), (before, self.usage())
 
     def counter(self, name: str) -> int:
-        """Return one of the server's counts."""
         return self.node.counters[name]
 
     def leave_memory(self, keys: Sequence[ChunkKey]) -> None:
@@ -173,7 +170,6 @@ class LocalServer:
         return self.node.stop(5.0)
 
     def close(self) -> None:
-        """Close every client, then stop the server."""
         while self._connected:
             self._connected.pop().close()
         self.stop()

@@ -105,8 +105,6 @@ class _Row:
 
 @dataclass(frozen=True, slots=True)
 class _Batch:
-    """What one forward pass works on."""
-
     pages: Sequence[torch.Tensor]
     rows: Sequence[_Row]
 
@@ -156,8 +154,6 @@ AttentionInterface.register("pages_of_a_test", _attention)
 
 @dataclass(eq=False)
 class _Sequence:
-    """One request on its way."""
-
     request: FakeRequest
     prompt_tokens: int
     stop: int
@@ -174,8 +170,6 @@ class _Sequence:
 
 @dataclass(frozen=True, slots=True)
 class _Step:
-    """A step that was queued, and what it samples."""
-
     event: Event
     sampled: list[tuple[_Sequence, list[torch.Tensor]]]
 
@@ -235,7 +229,6 @@ class PagedEngine:
 
     @property
     def side(self) -> DeviceSide:
-        """What moves pages."""
         assert self.worker is not None
         assert isinstance(self.worker._side, DeviceSide)
         return self.worker._side
@@ -243,7 +236,6 @@ class PagedEngine:
     # --- requests
 
     def add(self, name: str, prompt: Sequence[int], new_tokens: int) -> None:
-        """Take a request in."""
         request = FakeRequest(name, list(prompt))
         stop = len(prompt) + new_tokens - 1
         self._waiting.append(_Sequence(request, len(prompt), stop))
@@ -260,7 +252,6 @@ class PagedEngine:
         return {name: self.outputs[name] for name in prompts}
 
     def finish(self) -> None:
-        """Step until every request has ended."""
         while self._waiting or self._running:
             self.step()
 
@@ -428,14 +419,10 @@ class PagedEngine:
             self.scheduler.finished(one.request)
 
     def _take_loads(self, worker: VllmWorker, *, is_idle: bool) -> None:
-        done, failed = worker.finished_loads(is_idle=is_idle), worker.failed_blocks()
+        done = worker.finished_loads(is_idle=is_idle)
+        assert worker.failed_blocks() == set()
         for one in self._running:
-            if one.name not in done:
-                continue
-            one.is_loading = False
-            gone = [at for at, block in enumerate(one.blocks) if block in failed]
-            if gone:
-                self.hits[one.name] = one.request.num_computed_tokens = gone[0] * BLOCK_TOKENS
+            one.is_loading = one.is_loading and one.name not in done
         report = worker.report()
         if report is not None:
             self.scheduler.on_report(report)

@@ -49,7 +49,6 @@ class PlainEngine:
         return prefix
 
     def make_room(self, spans: Sequence[Span]) -> Sequence[LayerTensors]:
-        """Return what chunks are loaded into."""
         kind = self.client.model
         self._room = [empty_tensors(KVLayout.of(kind, stop - start)) for start, stop in spans]
         return self._room

@@ -79,7 +79,6 @@ def parts_of(tensors: ChunkTensors) -> list[Part]:
 
 
 def equal(one: ChunkTensors, other: ChunkTensors) -> bool:
-    """Whether two chunks have the same bytes in the same shapes."""
     ones, others = parts_of(one), parts_of(other)
     return len(ones) == len(others) and all(map(np.array_equal, ones, others))
 

@@ -59,7 +59,6 @@ class RedisCluster:
 
     @property
     def url(self) -> str:
-        """The address of the Cluster by all nodes it had first."""
         return _url("cluster", self.nodes[:3], "", self._tls, self._host)
 
     def _add(self) -> RedisProcess:
@@ -110,16 +109,13 @@ class RedisCluster:
         return next(node for node in self.nodes if node.port == port)
 
     def reset(self) -> None:
-        """Forget all chunks."""
         for node in self.nodes:
             node.client.flushall()
 
     def names(self) -> list[bytes]:
-        """Return the names of all the Cluster holds, sorted."""
         return sorted(name for node in self.nodes for name in node.names())
 
     def stop(self) -> None:
-        """Kill every node."""
         _stop(self.nodes)
 
 
@@ -153,15 +149,12 @@ class SentinelSetup:
         return _raw(self.sentinel, "SENTINEL", question, SERVICE)
 
     def master_port(self) -> int:
-        """Return the port of the master that the Sentinel names."""
         return int(self._ask("GET-MASTER-ADDR-BY-NAME")[1])
 
     def reset(self) -> None:
-        """Forget all chunks."""
         self.master.client.flushall()
 
     def stop(self) -> None:
-        """Kill all three."""
         _stop([self.sentinel, self.replica, self.master])
 
 

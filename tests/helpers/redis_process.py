@@ -91,7 +91,6 @@ class RedisProcess:
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> None:
-        """Start the server and wait until it answers."""
         self._process = subprocess.Popen(
             self._command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
         )
@@ -138,15 +137,12 @@ class RedisProcess:
         self.client.flushall()
 
     def command(self, *words: str | bytes) -> object:
-        """Run one command as it stands."""
         return self.client.execute_command(*words)  # type: ignore[no-untyped-call]
 
     def value(self, name: bytes) -> bytes:
-        """Return the value of *name*, which must be there."""
         value = self.client.get(name)
         assert isinstance(value, bytes)
         return value
 
     def names(self) -> list[bytes]:
-        """Return the names of all it holds, sorted."""
         return sorted(self.client.scan_iter(count=1000))

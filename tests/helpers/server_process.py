@@ -46,12 +46,10 @@ class ServerProcess:
 
     @property
     def address(self) -> str:
-        """Where its clients connect to."""
         return f"127.0.0.1:{self.port}"
 
     @property
     def pid(self) -> int:
-        """The process's id."""
         assert self._process is not None
         return self._process.pid
 
@@ -61,7 +59,6 @@ class ServerProcess:
         return self.errors_path.read_text()
 
     def start(self) -> None:
-        """Start the server and wait until it says that it listens."""
         self.spawn()
         found = _LISTENING.search(self._wait_for_line())
         if found is None:
@@ -71,7 +68,6 @@ class ServerProcess:
         self.recovered_chunks = int(found[3])
 
     def spawn(self) -> None:
-        """Start the process and wait for nothing."""
         self.output = ""
         listen = f"127.0.0.1:{self.port}"
         path = ("--socket", str(self.socket_path)) if self.has_socket else ()
@@ -109,7 +105,6 @@ class ServerProcess:
         return self._process.returncode
 
     def terminate(self) -> int:
-        """Ask the server to stop; return its exit status."""
         assert self._process is not None
         self._process.terminate()
         return self.wait()

@@ -67,11 +67,9 @@ class Peer:
         return unix_socket.unpack_head(head, unix_socket.REPLY_KINDS)[0]
 
     def attach(self, terms: Terms, *descriptors: int, size_bytes: int = STAGING_BYTES) -> Reply:
-        """Bring staging memory."""
         return self.enter(terms, Op.attach, size_bytes, descriptors)
 
     def join(self, terms: Terms) -> Reply:
-        """Become a further connection of the session."""
         return self.enter(terms, Op.join)
 
     def enter(
@@ -89,15 +87,12 @@ class Peer:
         return self.ask(Request(op, size_bytes, proven).pack(), list(descriptors))
 
     def send_call(self, method: str, request: Message) -> None:
-        """Send a call and wait for nothing."""
         self.link.send(pack_call(method, request))
 
     def receive(self) -> Answer:
-        """Return the next packet of an answer."""
         return unpack_answer(self.link.recv(MAX_PACKET_BYTES + 1))
 
     def call(self, method: str, request: Message) -> Answer:
-        """Send a call and return the first packet of its answer."""
         self.send_call(method, request)
         return self.receive()
 
@@ -106,7 +101,6 @@ class Peer:
         return self.link.recv(1) == b""
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
         self.link.close()
 
     def __enter__(self) -> Peer:
@@ -142,7 +136,6 @@ class Listener:
                 self.start(self._serve, link)
 
     def close(self) -> None:
-        """Hang up on everybody."""
         for link in self.links:
             with contextlib.suppress(OSError):
                 link.shutdown(socket.SHUT_RDWR)

@@ -19,12 +19,10 @@ Sent = tuple[pb.StreamMessage, bytes]
 
 
 def send(wire: FramedSocket, message: pb.StreamMessage, payload: bytes = b"") -> None:
-    """Send a message, with a payload whether it may have one or not."""
     wire.send(message, [as_bytes(payload)])
 
 
 def receive(wire: FramedSocket) -> Sent:
-    """Return the next message, whole."""
     message, size_bytes = wire.receive()
     payload = np.empty(size_bytes, np.uint8)
     wire.fill(payload)
@@ -32,7 +30,6 @@ def receive(wire: FramedSocket) -> Sent:
 
 
 def kind(message: pb.StreamMessage) -> str:
-    """Return which of them *message* is."""
     return str(message.WhichOneof("body"))
 
 
@@ -67,17 +64,14 @@ def part(
 
 
 def cancel(request: int) -> pb.StreamMessage:
-    """Return what ends a get sooner."""
     return pb.StreamMessage(request=request, cancel=True)
 
 
 def finish(request: int, frames: int) -> pb.StreamMessage:
-    """Return the last of a put."""
     return pb.StreamMessage(request=request, finish=frames)
 
 
 def done(request: int, frames: int) -> pb.StreamMessage:
-    """Return the end of a get."""
     return pb.StreamMessage(request=request, done=frames)
 
 
@@ -111,11 +105,9 @@ class StreamCaller:
         assert answer == pb.StreamMessage(ready=True)
 
     def say(self, message: pb.StreamMessage, payload: bytes = b"") -> None:
-        """Send a message."""
         send(self.wire, message, payload)
 
     def hear(self) -> Sent:
-        """Return the next message."""
         return receive(self.wire)
 
     def is_refused(self, text: str) -> bool:
@@ -132,5 +124,4 @@ class StreamCaller:
         return True
 
     def close(self) -> None:
-        """Hang up."""
         self.wire.close()

@@ -28,7 +28,6 @@ def ids_of(tokens: Sequence[int]) -> torch.Tensor:
 
 
 def plain_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> list[int]:
-    """What the model generates by itself."""
     engine: Any = model
     output = engine.generate(
         input_ids, generation_config=greedy(), attention_mask=torch.ones_like(input_ids)
@@ -40,14 +39,12 @@ def plain_tokens(model: PreTrainedModel, input_ids: torch.Tensor) -> list[int]:
 def stored_tokens(
     connector: TransformersConnector, input_ids: torch.Tensor, deadline_ms: int | None = None
 ) -> list[int]:
-    """What it generates through the store."""
     found = connector.generate(input_ids, greedy(), deadline_ms=deadline_ms)
     tokens: list[int] = found.output.sequences[0].tolist()
     return tokens
 
 
 def kept(cache: Any) -> list[torch.Tensor]:
-    """K and V of every layer."""
     return [part for layer in cache.layers for part in (layer.keys, layer.values)]
 
 
@@ -67,7 +64,6 @@ def random_ids(tokens: int, vocabulary: int = 4096, seed: int = 0) -> torch.Tens
 
 
 def left_padded(prompts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return a batch and its mask."""
     width = max(map(len, prompts))
     batch = torch.ones((len(prompts), width), dtype=torch.long)
     mask = torch.zeros_like(batch)

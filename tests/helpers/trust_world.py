@@ -20,7 +20,6 @@ SERVICE = pb.DESCRIPTOR.services_by_name["KVStore"]
 
 
 def chunks_for(client: Client, seed: int, count: int = 4) -> tuple[list[ChunkKey], list[Chunk]]:
-    """Return the keys and the chunks of a prompt."""
     keys = keys_of(client, seed, count)
     return keys, chunks_of(client, keys)
 
@@ -96,7 +95,6 @@ class Audited(World):
         return [fields for fields, _ in read_chain(audit_files(self.log))]
 
     def came(self, **wanted: object) -> bool:
-        """Whether there is a line that says all of *wanted*."""
         return any(wanted.items() <= line.items() for line in self.lines())
 
 

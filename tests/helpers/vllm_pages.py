@@ -139,6 +139,17 @@ def holds(
     )  # fmt: skip
 
 
+def ranks_of(tensor: int, *stages: tuple[int, int]) -> list[Shard | None]:
+    """Return the shards of a parallel engine over the model of SHAPE; of one rank: all of it."""
+    if tensor == 1 and not stages:
+        return [None]
+    return [
+        Shard.of_rank(representation(), rank, tensor, layers)
+        for layers in stages or (None,)
+        for rank in range(tensor)
+    ]
+
+
 def shape_of_rank(shape: KVCacheShape, rank: Shard | None) -> KVCacheShape:
     """Return what a rank keeps of a model whose one group *shape* has."""
     if rank is None:

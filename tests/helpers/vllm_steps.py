@@ -48,7 +48,6 @@ def options(retry_after_ms: int = 1) -> ClientOptions:
 
 
 def positions(plan: StepPlan) -> list[int]:
-    """Return where the chunks begin that are stored."""
     return [chunk.position for spec in plan.stores for chunk in spec.chunks]
 
 
@@ -123,7 +122,6 @@ class Engine:
 
     @property
     def client(self) -> Client:
-        """That of the first worker."""
         client: Client = self.workers[0]._connector.client
         return client
 
@@ -226,7 +224,6 @@ class Engine:
         return hit
 
     def drain(self) -> None:
-        """Have the device do what the engine queued."""
         if self.device is not None:
             self.device.compute.run()
 

@@ -7,8 +7,8 @@ import mmap
 import os
 import sys
 from collections.abc import Callable
-from contextlib import nullcontext
 from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock, call
 
 import numpy as np
 import pytest
@@ -73,57 +73,19 @@ def test_without_cuda_a_cuda_device_names_the_fix(monkeypatch: pytest.MonkeyPatc
         open_device(torch.device("cuda", 0))
 
 
-class Runtime:
+@pytest.fixture
+def runtime() -> MagicMock:
     """CUDA's runtime on a device of whose memory ten bytes are left."""
-
-    refuses, closed = False, 0
-
-    def __init__(self) -> None:
-        self.known: dict[int, tuple[int, int]] = {}
-        self.entered: list[int] = []
-
-    class CUDARuntimeError(RuntimeError):
-        """cupy's."""
-
-    def memGetInfo(self) -> tuple[int, int]:
-        """Return bytes free, and bytes in all."""
-        return 10, 100
-
-    def malloc(self, size_bytes: int) -> int:
-        """Fail as the driver does."""
-        raise self.CUDARuntimeError(f"cudaErrorMemoryAllocation: {size_bytes}")
-
-    def ipcOpenMemHandle(self, handle: bytes) -> int:
-        """Open any."""
-        return 4096
-
-    def ipcCloseMemHandle(self, pointer: int) -> None:
-        """Take note."""
-        self.closed += 1
-
-    def hostRegister(self, start: int, size_bytes: int, flags: int) -> None:
-        """Keep or refuse it."""
-        if self.refuses:
-            raise RuntimeError("cudaErrorNotSupported: operation not supported")
-        self.known[start] = (size_bytes, flags)
-
-    def hostUnregister(self, start: int) -> None:
-        """Forget it."""
-        del self.known[start]
-
-    def enter(self, index: int) -> nullcontext[None]:
-        """Make a device the thread's."""
-        self.entered.append(index)
-        return nullcontext()
+    runtime = MagicMock()
+    runtime.CUDARuntimeError = type("CUDARuntimeError", (RuntimeError,), {})
+    runtime.memGetInfo.return_value = (10, 100)
+    runtime.malloc.side_effect = runtime.CUDARuntimeError("cudaErrorMemoryAllocation")
+    runtime.ipcOpenMemHandle.return_value = 4096
+    return runtime
 
 
 @pytest.fixture
-def runtime() -> Runtime:
-    return Runtime()
-
-
-@pytest.fixture
-def full_device(runtime: Runtime) -> CudaDevice:
+def full_device(runtime: MagicMock) -> CudaDevice:
     """A CUDA device without memory, its twin on machines without one."""
     device = object.__new__(CudaDevice)
     Device.__init__(device)
@@ -171,7 +133,7 @@ def test_memory_of_one_device_is_read_through_what_it_exported() -> None:
 
 
 def test_device_memory_of_no_handle_or_another_size_is_refused_and_not_kept_mapped(
-    full_device: CudaDevice, runtime: Runtime, monkeypatch: pytest.MonkeyPatch
+    full_device: CudaDevice, runtime: MagicMock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for size_bytes in (0, 63, 65):
         with pytest.raises(TierUnavailableError, match="a handle has 64 bytes"):
@@ -180,7 +142,7 @@ def test_device_memory_of_no_handle_or_another_size_is_refused_and_not_kept_mapp
     for count, size_bytes in enumerate((0, 101), 1):
         with pytest.raises(TierUnavailableError, match=f"it has 100 bytes, not {size_bytes}"):
             full_device.import_memory(payload(1, 64), size_bytes)
-        assert runtime.closed == count
+        assert runtime.ipcCloseMemHandle.call_count == count
 
 
 def test_cupy_that_is_missing_is_said_so_with_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,18 +181,20 @@ def test_without_cudas_driver_nobody_says_how_large_an_allocation_is(
 
 
 def test_memory_is_known_to_the_device_that_was_meant_until_that_is_ended(
-    full_device: CudaDevice, runtime: Runtime
+    full_device: CudaDevice, runtime: MagicMock
 ) -> None:
     memory = np.zeros(4096, np.uint8)
     end = full_device.register(memory, read_only=True)
     assert end is not None
     assert full_device.is_registered(memory)
-    assert runtime.known == {memory.ctypes.data: (4096, HOST_REGISTER_READ_ONLY)}
+    place = memory.ctypes.data
+    runtime.hostRegister.assert_called_once_with(place, 4096, HOST_REGISTER_READ_ONLY)
+    runtime.hostUnregister.assert_not_called()
     end()
     assert not full_device.is_registered(memory)
-    assert runtime.known == {}
-    assert runtime.entered == [3, 3]
-    runtime.refuses = True
+    runtime.hostUnregister.assert_called_once_with(place)
+    assert runtime.enter.call_args_list == [call(3), call(3)]
+    runtime.hostRegister.side_effect = RuntimeError("cudaErrorNotSupported")
     assert full_device.register(memory) is None
 
 

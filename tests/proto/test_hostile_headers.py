@@ -10,13 +10,14 @@ import numpy as np
 import pytest
 from contracts.codec import SMALL, encoded, filled, peak_bytes
 from golden.samples import FOLDER, shard, shard_tensors, template, vectors
+from helpers.disk_damage import resigned
 from helpers.shards import TWO_GROUPS, WIDE, shard_frame, shard_of
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.slices import encode_shard, shard_frame_bytes
-from kvstore.proto.buffers import Bytes, as_bytes, checksum
+from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, LayoutMismatchError
 from kvstore.proto.frame import (
     COMPONENT,
@@ -38,17 +39,6 @@ from kvstore.proto.types import ROOT, ChunkInfo, ChunkKey, ChunkShard, Extent, K
 
 HEADER_BYTES = header_bytes(SMALL)
 SEGMENTS_AT = FIXED_BYTES + 48
-
-
-def resigned(frame: Bytes, edits: dict[int, bytes]) -> Bytes:
-    """Return *frame* with bytes of its header replaced and the header's checksum made right."""
-    out = frame.copy()
-    for at, data in edits.items():
-        out[at : at + len(data)] = as_bytes(data)
-    size = min(int.from_bytes(out[8:12].tobytes(), "little"), len(out))
-    out[184:192] = 0
-    out[184:192] = as_bytes(struct.pack("<Q", checksum(out[:size])))
-    return out
 
 
 u16, u32, u64 = (struct.Struct(f"<{kind}").pack for kind in "HIQ")

@@ -1,8 +1,9 @@
-"""Prompts, answers that have to be the same, and what engines are started with."""
+"""Prompts, pairs of engines whose answers have to be the same, and what engines start with."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any, TypeAlias
 
 import numpy as np
@@ -37,3 +38,31 @@ def assert_same(found: Answers, expected: Answers) -> None:
     assert {one["finish"] for one in found} == {"length"}
     for one, other in zip(found, expected, strict=True):
         assert one["logprobs"] == pytest.approx(other["logprobs"], abs=1e-4)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """An engine with the store and one without, over one model."""
+
+    engine: EngineProcess
+    oracle: EngineProcess
+
+    def same(self, *prompts: list[int], **arguments: Any) -> list[int]:
+        """Generate with the store and without; return how many tokens were cached."""
+        found = self.engine.generate(*prompts, **arguments)
+        expected = self.oracle.generate(*prompts, **arguments)
+        self.oracle.forget()
+        assert_same(found, expected)
+        return [one["cached"] for one in found]
+
+    def again(self, *prompts: list[int], **arguments: Any) -> list[int]:
+        """Do the same once everything is stored and the engine has forgotten it."""
+        self.engine.fresh()
+        return self.same(*prompts, **arguments)
+
+    def count(self, name: str) -> int:
+        return int(self.engine.ask("counts").get(name, 0))
+
+    def close(self) -> None:
+        for one in (self.engine, self.oracle):
+            one.close()

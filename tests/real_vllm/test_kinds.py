@@ -9,7 +9,13 @@ from typing import Any
 import pytest
 from helpers.server_process import ServerProcess
 from real_vllm import models
-from real_vllm.prompts import EngineMaker, assert_same, prompt, skip_where_windows_are_refused
+from real_vllm.prompts import (
+    EngineMaker,
+    Pair,
+    assert_same,
+    prompt,
+    skip_where_windows_are_refused,
+)
 
 from kvstore.client.engines.vllm.connector import TransferResults
 
@@ -17,36 +23,9 @@ TIGHT = {"num_gpu_blocks_override": 150}
 """Three block tables take more blocks of one pool; eight long requests still preempt each other."""
 
 
-class Pair:
-    """An engine with the store and one without, over one model."""
-
-    def __init__(self, make_engine: EngineMaker, model: Path, **settings: Any) -> None:
-        self.engine = make_engine({}, model=model, **settings)
-        self.oracle = make_engine(None, model=model, **settings)
-
-    def same(self, *prompts: list[int], **arguments: Any) -> list[int]:
-        """Generate with the store and without; return how many tokens were cached."""
-        found = self.engine.generate(*prompts, **arguments)
-        expected = self.oracle.generate(*prompts, **arguments)
-        self.oracle.forget()
-        assert_same(found, expected)
-        return [one["cached"] for one in found]
-
-    def again(self, *prompts: list[int], **arguments: Any) -> list[int]:
-        """Do the same once everything is stored and the engine has forgotten it."""
-        self.engine.fresh()
-        return self.same(*prompts, **arguments)
-
-    def count(self, name: str) -> int:
-        return int(self.engine.ask("counts").get(name, 0))
-
-    def close(self) -> None:
-        for one in (self.engine, self.oracle):
-            one.close()
-
-
 def pair(make_engine: EngineMaker, home: Path, kind: str, **settings: Any) -> Iterator[Pair]:
-    made = Pair(make_engine, models.save(getattr(models, kind)(), home / kind), **settings)
+    settings["model"] = models.save(getattr(models, kind)(), home / kind)
+    made = Pair(make_engine({}, **settings), make_engine(None, **settings))
     yield made
     made.close()
 
@@ -162,26 +141,23 @@ def test_latents_in_bfloat16_are_those_of_the_engines_own_cache(
     pytest.importorskip("vllm.v1.attention.backends.mla.amx_mla")
     # Behind a prefix tokens are computed otherwise than in a prefill: both have one here.
     settings = {"num_gpu_blocks_override": 300, "dtype": "bfloat16"}
-    model = models.save(models.latent(), home / "latent16")
-    engine = make_engine({}, model=model, **settings)
-    oracle = make_engine(None, model=model, **settings)
-    for seed in (72, 73):
-        one = prompt(seed, 287)
-        assert_same(engine.generate(one), oracle.generate(one))
-        engine.fresh()
-        loaded, own = engine.generate(one), oracle.generate(one)
-        assert loaded[0]["cached"] == own[0]["cached"] == 256
-        assert_same(loaded, own)
-        assert loaded[0]["logprobs"] == own[0]["logprobs"]
-    for made in (engine, oracle):
-        made.close()
+    for made in pair(make_engine, home, "latent", **settings):
+        for seed in (72, 73):
+            one = prompt(seed, 287)
+            assert_same(made.engine.generate(one), made.oracle.generate(one))
+            made.engine.fresh()
+            loaded, own = made.engine.generate(one), made.oracle.generate(one)
+            assert loaded[0]["cached"] == own[0]["cached"] == 256
+            assert_same(loaded, own)
+            assert loaded[0]["logprobs"] == own[0]["logprobs"]
 
 
 # --- fp8
 
 
 def test_fp8_pools_are_stored_bit_for_bit(make_engine: EngineMaker, model: Path) -> None:
-    pair = Pair(make_engine, model, kv_cache_dtype="fp8")
+    fp8 = {"model": model, "kv_cache_dtype": "fp8"}
+    pair = Pair(make_engine({}, **fp8), make_engine(None, **fp8))
     assert pair.same(prompt(80, 300)) == [0]
     assert pair.again(prompt(80, 300)) == [256]
     plain = make_engine({})

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import closing
 from pathlib import Path
 
 import pytest
 from conftest import ServerMaker
 from contracts.chunks import make_representation
+from faults.tools import memory_limit
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from helpers.plain_engine import PlainEngine
 from helpers.prompts import MEDIUM, assert_reads, chunks_of, keys_of, outcomes, store, tokens
@@ -168,46 +169,26 @@ def shares_memory(process: ServerProcess) -> bool:
         return client.transport_name == "shm"
 
 
-CGROUPS = Path("/sys/fs/cgroup")
-
-
-@pytest.fixture
-def small_cgroup() -> Iterator[Path]:
-    """A cgroup of 256 MiB below this process's own, v1 or v2."""
-    own = dict(line.split(":")[1:] for line in Path("/proc/self/cgroup").read_text().splitlines())
-    is_old = "memory" in own
-    mount = CGROUPS / "memory" if is_old else CGROUPS
-    folder = mount / own["memory" if is_old else ""].strip("/") / f"kvstore-test-{os.getpid()}"
-    limit = folder / ("memory.limit_in_bytes" if is_old else "memory.max")
-    try:
-        folder.mkdir()
-        limit.write_text(str(256 * MIB))
-    except OSError as error:
-        if folder.exists():
-            folder.rmdir()
-        pytest.skip(f"cgroups cannot be made here: {error}")
-    yield folder
-    assert eventually(lambda: not (folder / "cgroup.procs").read_text())
-    folder.rmdir()
-
-
 def test_kubernetes_114142_a_tier_larger_than_the_memory_limit_is_refused_at_the_start(
-    server_process: Callable[..., ServerProcess], small_cgroup: Path
+    server_process: Callable[..., ServerProcess],
 ) -> None:
     """kubernetes#114142, juicefs-csi#1667: it was accepted, and the process killed once it was
     full."""
-    enter = f'echo $$ > {small_cgroup / "cgroup.procs"}; exec "$@"'
-    too_large = server_process("--cpu", "192MiB", "--tiers", "cpu")
-    too_large.launcher = ["sh", "-c", enter, "sh"]
-    too_large.spawn()
-    assert too_large.wait() == 2
-    assert "cpu_size='192MiB': its cgroup may take 256MiB: give --cpu 128MiB" in too_large.errors
-    fits = server_process("--cpu", "64MiB", "--tiers", "cpu")
-    fits.launcher = too_large.launcher
-    fits.start()
-    with Client(fits.address, MEDIUM, OPTIONS) as client:
-        store(client, 1, CHUNKS)
-    assert fits.terminate() == 0
+    with memory_limit(f"kvstore-test-{os.getpid()}", 256 * MIB) as group:
+        enter = f'echo $$ > {group / "cgroup.procs"}; exec "$@"'
+        too_large = server_process("--cpu", "192MiB", "--tiers", "cpu")
+        too_large.launcher = ["sh", "-c", enter, "sh"]
+        too_large.spawn()
+        assert too_large.wait() == 2
+        assert (
+            "cpu_size='192MiB': its cgroup may take 256MiB: give --cpu 128MiB" in too_large.errors
+        )
+        fits = server_process("--cpu", "64MiB", "--tiers", "cpu")
+        fits.launcher = too_large.launcher
+        fits.start()
+        with Client(fits.address, MEDIUM, OPTIONS) as client:
+            store(client, 1, CHUNKS)
+        assert fits.terminate() == 0
 
 
 @pytest.mark.parametrize(

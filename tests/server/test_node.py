@@ -51,15 +51,12 @@ def channel(server: LocalServer) -> Iterator[grpc.Channel]:
         yield channel
 
 
-def taken_port() -> tuple[socket.socket, int]:
-    """Return a listening socket and its port."""
-    listener = socket.create_server(("127.0.0.1", 0))
-    return listener, listener.getsockname()[1]
-
-
 def test_gpu_tier_without_what_it_needs_is_refused_with_the_fix(
     make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path / "absent")
+    with pytest.raises(InvalidRequestError, match=r"machine shows none; start with --tiers cpu"):
+        make_server("--tiers", "gpu,cpu")
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
     with pytest.raises(TierUnavailableError, match=r"sees 0 CUDA devices.*install a CUDA build"):
@@ -70,12 +67,10 @@ def test_gpu_tier_without_what_it_needs_is_refused_with_the_fix(
 
 
 def test_metrics_page_on_a_taken_port_is_refused(make_server: ServerMaker) -> None:
-    listener, port = taken_port()
-    with (
-        listener,
-        pytest.raises(InvalidRequestError, match=f"http='127.0.0.1:{port}': Address already in"),
-    ):
-        make_server("--http", f"127.0.0.1:{port}")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        where = f"127.0.0.1:{listener.getsockname()[1]}"
+        with pytest.raises(InvalidRequestError, match=f"http='{where}': Address already in"):
+            make_server("--http", where)
 
 
 def test_second_server_on_one_port_is_refused(make_server: ServerMaker, tmp_path: Path) -> None:
@@ -96,32 +91,27 @@ def test_namespaces_follow_from_the_secret_alone(make_server: ServerMaker, tmp_p
     assert spaces[0] == spaces[1] != spaces[2]
 
 
-def test_health_is_serving_by_every_name_that_probes_use(channel: grpc.Channel) -> None:
-    for name in ["", SERVICE_NAME, "readiness", "liveness"]:
-        stub = health_pb2_grpc.HealthStub(channel)
-        assert stub.Check(health_pb2.HealthCheckRequest(service=name), timeout=20).status == (
-            States.SERVING
-        )
-
-
-def test_health_turns_not_serving_before_the_server_stops(
+def test_health_is_serving_by_every_name_that_probes_use_until_the_server_stops(
     server: LocalServer, channel: grpc.Channel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     stub, store = health_pb2_grpc.HealthStub(channel), server.node.store
-    request, drain = health_pb2.HealthCheckRequest(service="readiness"), store.drain
-    seen: list[int] = []
+    drain, seen = store.drain, list[int]()
+
+    def status(name: str) -> int:
+        request = health_pb2.HealthCheckRequest(service=name)
+        return int(stub.Check(request, timeout=20).status)
 
     def ask_and_drain(deadline: float) -> bool:
         if not seen:  # the second time nobody answers any more
-            seen.append(stub.Check(request, timeout=20).status)
+            seen.append(status("readiness"))
         return drain(deadline)
 
     monkeypatch.setattr(store, "drain", ask_and_drain)
-    assert stub.Check(request, timeout=20).status == States.SERVING
+    assert {status(one) for one in ("", SERVICE_NAME, "readiness", "liveness")} == {States.SERVING}
     server.stop()
     assert seen[0] == States.NOT_SERVING
     with pytest.raises(grpc.RpcError):
-        stub.Check(request, timeout=20)
+        status("readiness")
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import suppress
+
 import numpy as np
 from simulation.oracle import OpenPut, Oracle
 from simulation.universe import TENANTS, Version, universe
@@ -14,7 +17,7 @@ from kvstore.proto.errors import (
     QuotaExceededError,
     ShuttingDownError,
 )
-from kvstore.proto.types import ChunkKey, PutOutcome
+from kvstore.proto.types import ChunkInfo, ChunkKey, PutOutcome
 from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutResult, PutTicket
 
@@ -44,18 +47,20 @@ class Writers:
         version = self.draw.choice(universe().chunks[key].versions)
         deadline = self.deadline()
         existed = bool(self.world.catalog.copies(key))
-        with bounded(self.world, deadline):
-            try:
-                hints = self.world.next_hints()
-                begun = self.world.store.writes.begin_all(session, [version.info], deadline, hints)[
-                    0
-                ]
-            except (QuotaExceededError, ShuttingDownError):
-                return
-        if isinstance(begun, PutTicket):
-            self.oracle.puts[begun.ticket_id] = OpenPut(begun, version)
-        answer = begun.outcome if isinstance(begun, PutResult) else None
-        assert existed == (answer is PutOutcome.exists)
+        for begun in self._begin(session, [version.info], deadline):
+            if isinstance(begun, PutTicket):
+                self.oracle.puts[begun.ticket_id] = OpenPut(begun, version)
+            answer = begun.outcome if isinstance(begun, PutResult) else None
+            assert existed == (answer is PutOutcome.exists)
+
+    def _begin(
+        self, session: Session, infos: list[ChunkInfo], deadline: float
+    ) -> Sequence[PutTicket | PutResult]:
+        """Begin puts; nothing where the server takes no more."""
+        with bounded(self.world, deadline), suppress(QuotaExceededError, ShuttingDownError):
+            hints = self.world.next_hints()
+            return self.world.store.writes.begin_all(session, infos, deadline, hints)  # type: ignore[return-value]
+        return []
 
     def finish(self) -> None:
         """Write an open put, sometimes wrongly, and commit it."""
@@ -108,13 +113,8 @@ class Writers:
         packed = self.draw.random() < 0.2
         infos = [v.packed_info if packed else v.info for v in versions]
         frames = [v.packed if packed else v.frame for v in versions]
-        deadline = self.deadline()
         writes = self.world.store.writes
-        with bounded(self.world, deadline):
-            try:
-                begun = writes.begin_all(session, infos, deadline, self.world.next_hints())
-            except (QuotaExceededError, ShuttingDownError):
-                return
+        begun = self._begin(session, infos, self.deadline())
         tickets = [b for b in begun if isinstance(b, PutTicket)]
         taken = [at for at, b in enumerate(begun) if isinstance(b, PutTicket)]
         for ticket in tickets:

@@ -50,10 +50,6 @@ class TestDiskTier(TierContract):
         folder = (tmp_path / "disk", capacity_bytes)
         return DiskTier(folder, file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES)
 
-    def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
-        tier.close()
-        return self.make_tier(tier.capacity_bytes, tmp_path)
-
 
 def test_second_server_on_a_folder_is_told_who_has_it(tmp_path: Path) -> None:
     with sealer(tmp_path / "disk", 0) as child:

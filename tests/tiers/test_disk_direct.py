@@ -42,10 +42,6 @@ class TestDirectDiskTier(TierContract):
     def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
         return open_direct(tmp_path / "disk", capacity_bytes)
 
-    def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
-        tier.close()
-        return self.make_tier(tier.capacity_bytes, tmp_path)
-
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:

@@ -277,8 +277,12 @@ def test_reading_a_chunk_while_its_extent_goes_is_a_miss_or_its_bytes(tmp_path: 
             tier.delete(make_info(100 * thread + step, 1).key)
 
     def read() -> int:
-        out = np.empty(30_000, np.uint8)
-        return sum(tier.read(make_info(seed, 1).key, out) for _ in range(8) for seed in range(160))
+        out, found = np.empty(30_000, np.uint8), 0
+        for info in [make_info(seed, 30_000) for seed in range(160)] * 8:
+            if tier.read(info.key, out):
+                assert np.array_equal(out, bytes_of(info))
+                found += 1
+        return found
 
     with ThreadPoolExecutor(4) as pool:
         jobs = [pool.submit(write, thread) for thread in range(2)]

@@ -61,10 +61,6 @@ class TestSeveralFolders(TierContract):
         shares = [(tmp_path / "a", capacity_bytes - half), (tmp_path / "b", half)]
         return DiskTier(*shares, file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES)
 
-    def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
-        tier.close()
-        return self.make_tier(tier.capacity_bytes, tmp_path)
-
 
 def test_frames_are_spread_in_proportion_to_the_folders_sizes(paths: list[Path]) -> None:
     tier = open_over(paths, [1, 2, 4])

@@ -47,10 +47,6 @@ class TestEncryptedDiskTier(TierContract):
         inner = disk(tmp_path / "disk", capacity_bytes)
         return EncryptedTier(inner, KeyRing(lambda: KEYS, os.urandom))
 
-    def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
-        tier.close()
-        return self.make_tier(tier.capacity_bytes, tmp_path)
-
 
 class TestEncryptedRedisTier(TierContract):
     @pytest.fixture(autouse=True)
@@ -60,10 +56,6 @@ class TestEncryptedRedisTier(TierContract):
     def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
         inner = RedisTier(self.redis.url, capacity_bytes, timeout_ms=10_000, part_bytes=4096)
         return EncryptedTier(inner, KeyRing(lambda: KEYS, os.urandom))
-
-    def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
-        tier.close()
-        return self.make_tier(self.capacity_bytes, tmp_path)
 
 
 # --- the format

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
 from itertools import pairwise
 from pathlib import Path
-from typing import Protocol
 
 import pytest
 from contracts.chunks import make_info, payload
@@ -24,16 +23,6 @@ from helpers.redis_relay import replying
 from hypothesis import given
 from hypothesis import strategies as st
 from redis import exceptions as errors
-from redis.exceptions import (
-    AuthenticationError,
-    ClusterDownError,
-    InvalidResponse,
-    NoPermissionError,
-    OutOfMemoryError,
-    ReadOnlyError,
-    ResponseError,
-    TimeoutError,
-)
 from structlog.testing import capture_logs
 
 from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
@@ -98,12 +87,12 @@ def test_replies_are_read_however_they_are_cut_and_not_before_they_are_whole(
     assert read_replies(len(replies), *pieces) == replies
     with pytest.raises(errors.ConnectionError):
         read_replies(len(replies), *pieces[:-1], pieces[-1][:-1])
-    with pytest.raises(InvalidResponse, match="more replies than commands"):
+    with pytest.raises(errors.InvalidResponse, match="more replies than commands"):
         read_replies(len(replies), *pieces[:-1], pieces[-1] + b"+")
 
 
 def test_more_than_the_limit_is_refused_however_it_comes() -> None:
-    with pytest.raises(InvalidResponse, match="larger than any right one"):
+    with pytest.raises(errors.InvalidResponse, match="larger than any right one"):
         read_replies(1, b"*100000\r\n", *[b"$1000\r\n" + bytes(1000) + b"\r\n"] * 5000)
 
 
@@ -115,7 +104,7 @@ BEYOND = [
 
 def test_replies_beyond_the_protocol_or_its_limits_are_refused() -> None:
     for said in BEYOND:
-        with pytest.raises(InvalidResponse):
+        with pytest.raises(errors.InvalidResponse):
             read_replies(1, said)
 
 
@@ -125,7 +114,7 @@ def test_what_is_announced_takes_no_memory_before_it_comes() -> None:
             read_replies(1, said)
         tracemalloc.start()
         try:
-            with pytest.raises(InvalidResponse):
+            with pytest.raises(errors.InvalidResponse):
                 read_replies(1, said, *[b"$1000\r\n" + bytes(1000) + b"\r\n"] * 5000)
             assert tracemalloc.get_traced_memory()[1] < 16 << 20
         finally:
@@ -136,22 +125,22 @@ def test_errors_are_known_by_their_first_word() -> None:
     lines: list[tuple[bytes, type, str]] = [
         (b"-WRONGTYPE Operation", WrongTypeError, "Operation"),
         (b"-LOADING Redis", LoadingError, "Redis"),
-        (b"-OOM command not allowed", OutOfMemoryError, "command not allowed"),
-        (b"-NOPERM this user", NoPermissionError, "this user"),
-        (b"-WRONGPASS invalid", AuthenticationError, "invalid"),
-        (b"-READONLY You", ReadOnlyError, "You"),
+        (b"-OOM command not allowed", errors.OutOfMemoryError, "command not allowed"),
+        (b"-NOPERM this user", errors.NoPermissionError, "this user"),
+        (b"-WRONGPASS invalid", errors.AuthenticationError, "invalid"),
+        (b"-READONLY You", errors.ReadOnlyError, "You"),
         (b"-MOVED 1 127.0.0.1:7000", errors.MovedError, "1 127.0.0.1:7000"),
         (b"-ASK 1 127.0.0.1:7000", errors.AskError, "1 127.0.0.1:7000"),
-        (b"-CLUSTERDOWN The cluster is down", ClusterDownError, "The cluster is down"),
+        (b"-CLUSTERDOWN The cluster is down", errors.ClusterDownError, "The cluster is down"),
         (b"-CLUSTERDOWN Hash slot not served", SlotLostError, "CLUSTERDOWN Hash slot not served"),
-        (b"-ERR unknown", ResponseError, "unknown"),
-        (b"-", ResponseError, ""),
-        (b"-\xff", ResponseError, "\ufffd"),
+        (b"-ERR unknown", errors.ResponseError, "unknown"),
+        (b"-", errors.ResponseError, ""),
+        (b"-\xff", errors.ResponseError, "\ufffd"),
     ]
     for line, kind, text in lines:
         try:
             (error,) = read_replies(1, line + b"\r\n")
-        except AuthenticationError as refused:  # nothing comes after it
+        except errors.AuthenticationError as refused:  # nothing comes after it
             error = refused
         assert type(error) is kind
         assert str(error) == text
@@ -277,7 +266,7 @@ def test_what_came_in_time_is_read_only_a_little_after_the_deadline(
     if is_taken:
         assert connection.read_replies(1, 100) == [b"PONG"]
     else:
-        with pytest.raises(TimeoutError):
+        with pytest.raises(errors.TimeoutError):
             connection.read_replies(1, 100)
     connection.disconnect()  # type: ignore[no-untyped-call]
 
@@ -304,13 +293,22 @@ def resolve_to(monkeypatch: pytest.MonkeyPatch, *ports: int) -> None:
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
 
 
+def assert_answers() -> None:
+    """Fail unless a connection to the name that ``resolve_to`` resolves opens and answers."""
+    connection = RedisConnection(("redis", 1), ConnectionOptions(1.0, 1), time.monotonic)
+    connection.open(time.monotonic() + 1.0)
+    connection.send(pack((b"PING",)))
+    assert connection.read_replies(1, 100) == [b"PONG"]
+    connection.disconnect()  # type: ignore[no-untyped-call]
+
+
 def test_all_addresses_of_a_host_together_have_the_time_of_one_call(
     monkeypatch: pytest.MonkeyPatch, full_port: int
 ) -> None:
     resolve_to(monkeypatch, *[full_port] * 5)
     connection = RedisConnection(("redis", 1), ConnectionOptions(0.3, 1), time.monotonic)
     started = time.monotonic()
-    with pytest.raises(TimeoutError):
+    with pytest.raises(errors.TimeoutError):
         connection.open(started + 0.3)
     assert 0.2 < time.monotonic() - started < 0.8
 
@@ -319,11 +317,7 @@ def test_address_that_does_not_answer_leaves_time_for_the_next(
     redis: RedisProcess, monkeypatch: pytest.MonkeyPatch, full_port: int
 ) -> None:
     resolve_to(monkeypatch, full_port, redis.port)
-    connection = RedisConnection(("redis", 1), ConnectionOptions(1.0, 1), time.monotonic)
-    connection.open(time.monotonic() + 1.0)
-    connection.send(pack((b"PING",)))
-    assert connection.read_replies(1, 100) == [b"PONG"]
-    connection.disconnect()  # type: ignore[no-untyped-call]
+    assert_answers()
 
 
 def test_an_address_of_a_family_that_the_host_lacks_is_passed_over(
@@ -333,11 +327,7 @@ def test_an_address_of_a_family_that_the_host_lacks_is_passed_over(
     (known,) = socket.getaddrinfo("redis", 1)
     found = [(socket.AF_APPLETALK, *known[1:]), known]
     monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
-    connection = RedisConnection(("redis", 1), ConnectionOptions(1.0, 1), time.monotonic)
-    connection.open(time.monotonic() + 1.0)
-    connection.send(pack((b"PING",)))
-    assert connection.read_replies(1, 100) == [b"PONG"]
-    connection.disconnect()  # type: ignore[no-untyped-call]
+    assert_answers()
 
 
 def test_a_server_that_resets_the_handshake_leaves_no_socket_open(
@@ -374,15 +364,9 @@ PASSWORD = "p@ss/w:rd"
 RIGHTS = [f"+{word}" for word in (*TIER_RIGHTS, *DIRECTORY_RIGHTS, "cluster|slots")]
 
 
-class Deployment(Protocol):
-    url: str
+class Single:
+    """One server, as the other deployments are made."""
 
-    def reset(self) -> None: ...
-
-    def stop(self) -> None: ...
-
-
-class _Single:
     def __init__(self, folder: Path, tls: TlsFiles) -> None:
         self.nodes = [RedisProcess(folder, tls=tls)]
         self.nodes[0].start()
@@ -394,8 +378,12 @@ class _Single:
         self.nodes[0].stop()
 
 
-SHOWN = (("good", 1), ("old", -1))
-KINDS = {"single": _Single, "sentinel": SentinelSetup, "cluster": RedisCluster}
+Deployment = Single | SentinelSetup | RedisCluster
+KINDS: dict[str, Callable[[Path, TlsFiles], Deployment]] = {
+    "single": Single,
+    "sentinel": SentinelSetup,
+    "cluster": RedisCluster,
+}
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
@@ -414,7 +402,7 @@ def deployment(
 def servers(deployment: Deployment) -> list[RedisProcess]:
     if isinstance(deployment, SentinelSetup):
         return [deployment.master, deployment.replica]
-    return deployment.nodes  # type: ignore[attr-defined,no-any-return]
+    return deployment.nodes
 
 
 def grant(node: RedisProcess, rights: list[str]) -> None:
@@ -471,7 +459,10 @@ def test_certificate_that_expired_is_refused_as_such(
     tmp_path: Path, open_redis_tier: RedisTierMaker
 ) -> None:
     authority = Authority(tmp_path)
-    good, old = (authority.issue(name, hosts=["127.0.0.1"], days=days) for name, days in SHOWN)
+    good, old = (
+        authority.issue(name, hosts=["127.0.0.1"], days=days)
+        for name, days in (("good", 1), ("old", -1))
+    )
     redis = RedisProcess(tmp_path, tls=TlsFiles(authority.path, *good))
     redis.start()
     try:

@@ -51,25 +51,21 @@ def running_sentinel(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Senti
     setup.stop()
 
 
-class _Reopened(TierContract):
+class RedisContract(TierContract):
     url: str
 
     def make_tier(self, capacity_bytes: int, tmp_path: Path) -> Tier:
         return RedisTier(self.url, capacity_bytes, timeout_ms=10_000, part_bytes=4096)
 
-    def reopen(self, tier: Tier, tmp_path: Path) -> Tier:
-        tier.close()
-        return self.make_tier(self.capacity_bytes, tmp_path)
 
-
-class TestSentinelTier(_Reopened):
+class TestSentinelTier(RedisContract):
     @pytest.fixture(autouse=True)
     def _servers(self, running_sentinel: SentinelSetup) -> None:
         running_sentinel.reset()
         self.url = running_sentinel.url
 
 
-class TestClusterTier(_Reopened):
+class TestClusterTier(RedisContract):
     @pytest.fixture(autouse=True)
     def _servers(self, cluster: RedisCluster) -> None:
         self.url = cluster.url

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -26,15 +26,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from kvstore.client.blend import engine as engine_module
 from kvstore.client.blend.engine import MAX_SINKS, Blender, MemorySource
-from kvstore.client.blend.layer_pass import (
-    LayerKV,
-    RopeSpec,
-    place_segments,
-    reads,
-    rerotate,
-)
+from kvstore.client.blend.layer_pass import LayerKV, RopeSpec, place_segments, reads, rerotate
 from kvstore.client.blend.plan import BlendPlan, Origin, Segment
 from kvstore.client.blend.selectors import SELECTORS, computed_rows, sink_rows
 from kvstore.client.engines.transformers.blend_adapter import BlendedCache, TransformersAdapter
@@ -215,9 +208,6 @@ def test_attention_by_blocks_is_attention_by_one_mask(name: str, head: int) -> N
     assert distance(adapter.attention_mass(0, query, rows, kv), weights.sum(0).mean(0)) < 1e-12
 
 
-# --- negative controls
-
-
 # --- prompts without a prefix, whose first tokens are attention sinks
 
 
@@ -271,12 +261,6 @@ def test_a_chunk_that_began_its_prompt_has_its_own_sinks_computed(
             assert own == list(range(second.start, second.start + wanted))
 
 
-def test_another_number_of_sinks_is_refused_by_name(world: World) -> None:
-    for sinks in (-1, MAX_SINKS + 1):
-        with pytest.raises(InvalidRequestError, match="sinks"):
-            Blender(adapter_of(world), sinks=sinks)
-
-
 # --- what is refused, and what fails
 
 
@@ -295,67 +279,37 @@ def test_a_segment_of_another_origin_is_computed_and_the_report_says_why(world: 
         assert report.rows[0] == SUFFIX + len(segments[2]) * len(refused)
 
 
-class _Failing(MemorySource):
-    """Gives layers up to one, and then does what it is told."""
-
-    def __init__(self, world: World, change: Any) -> None:
-        super().__init__(world.stored)
-        self._change = change
-
-    def layer(self, i: int) -> Mapping[int, LayerKV]:
-        found = dict(super().layer(i))
-        return found if i < 2 else dict(self._change(found))
-
-
-def _evicted(found: dict[int, LayerKV]) -> dict[int, LayerKV]:
+def _evicted(_: object) -> dict[int, LayerKV]:
     raise TierUnavailableError("redis", "gone")
 
 
-def _left_out(found: dict[int, LayerKV]) -> dict[int, LayerKV]:
-    return {index: kv for index, kv in found.items() if index != 2}
-
-
-def _truncated(found: dict[int, LayerKV]) -> dict[int, LayerKV]:
-    keys, values = found[2]
-    return {**found, 2: (keys[:, :-1], values[:, :-1])}
-
-
-def _narrower(found: dict[int, LayerKV]) -> dict[int, LayerKV]:
-    keys, values = found[2]
-    return {**found, 2: (keys.float(), values.float())}
+CHANGES: dict[str, Callable[[dict[int, Any]], dict[int, Any]]] = {
+    "evicted": _evicted,
+    "left out": lambda found: {index: kv for index, kv in found.items() if index != 2},
+    "truncated": lambda found: {**found, 2: tuple(part[:, :-1] for part in found[2])},
+    "of another type": lambda found: {**found, 2: tuple(part.float() for part in found[2])},
+}
 
 
 @pytest.mark.parametrize(
     ("name", "change"),
     [
-        ("first_k", _evicted), ("hkvd", _evicted), ("hybrid", _evicted), ("hkvd", _left_out),
-        ("stored_priority", _truncated), ("query_attention", _narrower),
+        ("first_k", "evicted"), ("hkvd", "evicted"), ("hybrid", "evicted"), ("hkvd", "left out"),
+        ("stored_priority", "truncated"), ("query_attention", "of another type"),
     ],
 )  # fmt: skip
 def test_a_source_that_fails_on_the_way_costs_time_and_nothing_else(
-    world: World, name: str, change: Any
+    world: World, name: str, change: str
 ) -> None:
-    found = world.blender.blend(world.plan(0.2, selector=name), _Failing(world, change))
+    class Failing(MemorySource):
+        def layer(self, i: int) -> Mapping[int, LayerKV]:
+            found = super().layer(i)
+            return found if i < 2 else CHANGES[change](dict(found))
+
+    found = world.blender.blend(world.plan(0.2, selector=name), Failing(world.stored))
     assert found.report.failure
     assert not found.is_blended
     assert found.report.selected.numel() == 0
-    assert distance(found.logits, world.full_logits()) < 1e-12
-
-
-def test_a_layer_that_does_not_come_is_not_waited_for(
-    world: World, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    class Stuck(MemorySource):
-        def layer(self, i: int) -> Mapping[int, LayerKV]:
-            if i == 1:
-                released.wait(60)
-            return super().layer(i)
-
-    released = threading.Event()
-    monkeypatch.setattr(engine_module, "LAYER_WAIT_S", 0.2)
-    found = world.blender.blend(world.plan(0.2), Stuck(world.stored))
-    released.set()
-    assert "DeadlineError" in found.report.failure
     assert distance(found.logits, world.full_logits()) < 1e-12
 
 
@@ -504,7 +458,7 @@ def test_generating_from_a_blend_is_generating_without_one_where_all_rows_are_co
         assert (found == generated(single, None)) == is_same
 
 
-def test_a_model_that_cannot_be_blended_is_refused_by_name() -> None:
+def test_a_model_and_a_number_of_sinks_that_cannot_be_are_refused_by_name(world: World) -> None:
     other = GPT2LMHeadModel(GPT2Config(n_layer=1, n_head=1, n_embd=8, vocab_size=16))
     with pytest.raises(ModelError, match="GPT2LMHeadModel"):
         TransformersAdapter(other)
@@ -516,6 +470,9 @@ def test_a_model_that_cannot_be_blended_is_refused_by_name() -> None:
     rounded: Any = make_model(dtype=torch.float32)
     with pytest.raises(ModelError, match="do not cast it"):
         TransformersAdapter(rounded.to(torch.bfloat16))
+    for sinks in (-1, MAX_SINKS + 1):
+        with pytest.raises(InvalidRequestError, match="sinks"):
+            Blender(adapter_of(world), sinks=sinks)
 
 
 # The same test for every device: nothing of the path is of one alone.

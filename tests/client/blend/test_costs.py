@@ -11,13 +11,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.client.blend.cost import (
-    MIN_MARGIN,
-    BlendPlanner,
-    CostMeter,
-    Speed,
-    Work,
-)
+from kvstore.client.blend.cost import MIN_MARGIN, BlendPlanner, CostMeter, Speed, Work
 from kvstore.client.blend.engine import LayerLoader, MemorySource
 from kvstore.client.blend.gate import ShadowEval, compare, deviations, worse
 from kvstore.client.blend.plan import BlendPlan, Segment
@@ -258,8 +252,5 @@ def test_a_sources_own_deadline_is_told_as_it_said_it() -> None:
         def layer(self, i: int) -> dict[int, tuple[torch.Tensor, torch.Tensor]]:
             raise DeadlineError("redis took too long")
 
-    with (
-        LayerLoader(Late({}), 1, math.inf) as loader,
-        pytest.raises(DeadlineError, match="redis"),
-    ):
+    with LayerLoader(Late({}), 1, math.inf) as loader, pytest.raises(DeadlineError, match="redis"):
         loader.take()

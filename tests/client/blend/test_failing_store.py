@@ -6,20 +6,19 @@ import math
 import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Collection, Generator, Mapping
 from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from helpers.blend_world import LAYERS, STORED, VOCABULARY, make_world, random_tokens
-from helpers.local_server import DEADLINE_MS, LocalServer, eventually
+from helpers.local_server import LocalServer, eventually
 from helpers.server_process import ServerProcess
-from typing_extensions import override
 
 from kvstore.client import Client, ClientOptions
+from kvstore.client.blend import engine as engine_module
 from kvstore.client.blend import gate as gate_module
 from kvstore.client.blend.cost import (
     FIRST_WAIT_S,
@@ -32,7 +31,7 @@ from kvstore.client.blend.cost import (
 from kvstore.client.blend.engine import Blender, BlendResult, MemorySource
 from kvstore.client.blend.gate import GuardedBlender, ShadowEval
 from kvstore.client.blend.layer_pass import LayerKV
-from kvstore.client.blend.plan import SegmentRange, name_segments
+from kvstore.client.blend.plan import SegmentRange
 from kvstore.client.blend.store import StoreSource, store_prefill
 from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.engines.transformers.blend_adapter import BlendedCache
@@ -40,43 +39,39 @@ from kvstore.client.engines.transformers.cache import as_argument
 from kvstore.client.options import TransportName
 from kvstore.client.planning import LinkMeter
 from kvstore.client.segments import SegmentMatch, SegmentQuery
-from kvstore.client.transports.base import Outgoing, PutTerms, cut_header
 from kvstore.proto.blend import ReuseReport, ShadowResult
-from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError
-from kvstore.proto.frame import FLAG_RESTORED, FrameTemplate
-from kvstore.proto.keys import representation_digest
-from kvstore.proto.types import ChunkKey, KVLayout, PutOutcome, RopeParameters
+from kvstore.proto.types import ChunkKey, PutOutcome, RopeParameters
 from kvstore.server.blending.gates import TRIALS
 
 TRIAL = SegmentQuery(is_trial=True)
 PATIENT_S = 0.3
+SUFFIX = 9
 DOCUMENT = random_tokens(1, 48)
-BEFORE = ([*random_tokens(2, 20), *DOCUMENT, *random_tokens(3, 9)], [SegmentRange(20, 68)])
-ASKED = ([*random_tokens(4, 36), *DOCUMENT, *random_tokens(5, 9)], [SegmentRange(36, 84)])
+BEFORE = ([*random_tokens(2, 20), *DOCUMENT, *random_tokens(3, SUFFIX)], [SegmentRange(20, 68)])
+ASKED = ([*random_tokens(4, 36), *DOCUMENT, *random_tokens(5, SUFFIX)], [SegmentRange(36, 84)])
 
 
-class Stalling(MemorySource):
-    """Stops in the middle of a prompt, until it is told to go on."""
+@pytest.mark.parametrize(
+    ("stalls", "patience_s"),
+    [((0,), PATIENT_S), ((3,), PATIENT_S), (range(LAYERS), PATIENT_S), ((1,), math.inf)],
+    ids=["the first layer", "one in the middle", "each a little", "one, with endless patience"],
+)
+def test_a_source_that_stalls_is_waited_for_in_bounds_and_the_prompt_computed(
+    monkeypatch: pytest.MonkeyPatch, stalls: Collection[int], patience_s: float
+) -> None:
+    class Stalling(MemorySource):
+        def layer(self, i: int) -> Mapping[int, LayerKV]:
+            if i in stalls:
+                go_on.wait(20 if len(stalls) == 1 else 0.4 * PATIENT_S)
+            return super().layer(i)
 
-    def __init__(self, stored: Mapping[int, Sequence[LayerKV]], at: int) -> None:
-        super().__init__(stored)
-        self._at = at
-        self.go_on = threading.Event()
-
-    def layer(self, i: int) -> Mapping[int, LayerKV]:
-        if i == self._at:
-            self.go_on.wait(20)
-        return super().layer(i)
-
-
-@pytest.mark.parametrize("at", [0, 3])
-def test_a_source_that_stalls_is_waited_for_in_bounds_and_the_prompt_computed(at: int) -> None:
-    world = make_world()
-    source = Stalling(world.stored, at)
+    world, go_on = make_world(), threading.Event()
+    if patience_s == math.inf:
+        monkeypatch.setattr(engine_module, "LAYER_WAIT_S", 0.2)
     plan = world.plan(0.2, selector="first_k")
-    found = world.blender.blend(plan, source, patience_s=PATIENT_S)
-    source.go_on.set()
+    found = world.blender.blend(plan, Stalling(world.stored), patience_s=patience_s)
+    go_on.set()
     assert found.report.failure.startswith("DeadlineError")
     assert not found.is_blended
     assert torch.equal(found.logits, world.blender.prefill(world.tokens).logits[-12:])
@@ -123,20 +118,6 @@ def test_a_source_that_is_closed_under_the_read_of_a_layer_ends_its_loads(
         with suppress(AttributeError):  # those were no layers
             source.layer(0)
         assert ended == [True]
-
-
-def test_all_waits_together_are_bounded() -> None:
-    """Each layer is in time, as layers go, but they are too many."""
-
-    class Slow(MemorySource):
-        def layer(self, i: int) -> Mapping[int, LayerKV]:
-            time.sleep(0.12)
-            return super().layer(i)
-
-    world = make_world()
-    plan = world.plan(0.2, selector="first_k")
-    found = world.blender.blend(plan, Slow(world.stored), patience_s=PATIENT_S)
-    assert found.report.failure.startswith("DeadlineError")
 
 
 @pytest.mark.parametrize("transport", ["shm", "grpc", "tcp"])
@@ -227,10 +208,6 @@ def test_a_store_that_became_slow_is_given_time_until_it_is_found_to_be_so() -> 
     assert planner.wait_s(100, 1000) < 0.2, "and quick again"
 
 
-by_each_transport = pytest.mark.parametrize("transport", ["shm", "grpc", "tcp"])
-SUFFIX = 9
-BEFORE = ([*random_tokens(2, 20), *DOCUMENT, *random_tokens(3, SUFFIX)], [SegmentRange(20, 68)])
-ASKED = ([*random_tokens(4, 36), *DOCUMENT, *random_tokens(5, SUFFIX)], [SegmentRange(36, 84)])
 OTHER_ROPE: dict[str, Any] = {"rope": RopeParameters(5e5, 16)}
 OTHER_ADAPTER: dict[str, Any] = {"adapter_digest": "blake3:of a LoRA"}
 
@@ -301,7 +278,7 @@ def test_token_ids_that_do_not_match_the_digest_are_refused_by_name(client: Clie
             StoreSource(resolved, other, client.model)
 
 
-@by_each_transport
+@pytest.mark.parametrize("transport", ["shm", "grpc", "tcp"])
 def test_frames_with_other_tokens_a_shorter_chunk_or_another_place_are_not_used(
     server: LocalServer, client: Client, transport: TransportName
 ) -> None:
@@ -358,42 +335,6 @@ def test_an_engine_that_reports_nonsense_is_refused_and_answers_all_the_same(
 
 
 # --- blended KV is no original
-
-
-class _Marked(Outgoing):
-    """A chunk of blended KV, marked as such."""
-
-    @override
-    def encode(self, out: Bytes, flags: int = 0) -> None:
-        super().encode(out, flags | FLAG_RESTORED)
-
-    @override
-    def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
-        frame = room(self.frame_bytes)
-        self.encode(frame)
-        return cut_header(frame)
-
-
-@by_each_transport
-def test_kv_that_is_marked_as_blended_is_refused_by_every_way_in(
-    server: LocalServer, transport: TransportName
-) -> None:
-    client = server.connect(transport, STORED)
-    one = name_segments(*BEFORE, 16)[0].chunks[0]
-    layout = KVLayout.of(STORED, one.tokens)
-    key = ChunkKey(client.namespace + one.digest)
-    template = FrameTemplate(key, one.parent, representation_digest(STORED), one.content, layout)
-    parts = [[[np.zeros(c.shape, "u4")] * c.parts] * c.layers for c in layout.components]
-    put = client._link.connected().put
-    try:
-        (result,) = put([_Marked(template, parts)], PutTerms(False, DEADLINE_MS))
-        said = result.reason
-        assert result.outcome is not PutOutcome.stored
-    except InvalidRequestError as error:
-        said = str(error)
-    assert "never stored as an original" in said
-    assert client.lookup(keys=[key]).ready == 0
-    assert server.usage().tiers[0][1].chunks == 0
 
 
 def test_a_connector_stores_nothing_of_what_was_generated_from_a_blend(

@@ -20,7 +20,7 @@ from kvstore.client.blend.plan import (
     name_segments,
 )
 from kvstore.client.blend.selectors import SELECTORS, check_selector, measure_of, pick_share
-from kvstore.proto.blend import ContextMass, ShadowResult, check_tag
+from kvstore.proto.blend import check_tag
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.keys import chain_digest, chain_digests, content_digest, tokens_le32
 from kvstore.proto.types import MIN_CHUNK_TOKENS, ROOT
@@ -66,8 +66,6 @@ WRONG: list[tuple[str, str, Callable[[], object]]] = [
     ("chunk_tokens", "", lambda: ranged(chunk_tokens=8)),
     ("tokens", "", lambda: name_segments([1.5, 2.5], [])),  # type: ignore[list-item]
     ("segment", "start below stop", lambda: SegmentRange(5, 4)),
-    ("context.mass", "", lambda: ContextMass(bytes(16), 16, float("nan"))),
-    ("shadow.agreement", "", lambda: ShadowResult(0.0, 1.1, 1)),
     ("tag", "", lambda: check_tag("a\nb")),
 ]
 

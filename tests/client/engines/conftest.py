@@ -10,11 +10,13 @@ from typing import Any
 import pytest
 import torch
 from helpers.local_server import LocalServer
+from helpers.slow_device import SlowDevice
 from helpers.torch_engine import OPTIONS
 from helpers.vllm_steps import Engine
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.client.engines.vllm.blocks import side_by_side
 from kvstore.proto.types import Model
 
 TINYLM = Path(__file__).resolve().parents[3] / "data" / "tinylm"
@@ -67,7 +69,9 @@ def connect(server: LocalServer, tinylm: PreTrainedModel, identity: Model) -> Co
 def start_at(request: pytest.FixtureRequest) -> Callable[..., Engine]:
     """Start what vLLM does around its connector, over a server; closed in the end."""
 
-    def make(address: str, **settings: Any) -> Engine:
+    def make(address: str, on_device: bool = False, **settings: Any) -> Engine:
+        if on_device:
+            settings = {"packing": side_by_side, "device": SlowDevice(), **settings}
         engine = Engine(address, **settings)
         request.addfinalizer(engine.close)
         return engine

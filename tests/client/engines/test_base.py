@@ -16,22 +16,19 @@ from hypothesis import strategies as st
 from kvstore.client import Chunk, ClientOptions
 from kvstore.client.chunk import LayerTensors
 from kvstore.client.engines.prefix import Prefix, Span
-from kvstore.client.planning import PrefillModel
 from kvstore.codecs.base import empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.keys import chunk_spans
 from kvstore.proto.types import ChainDigest, KVLayout
 
 CHUNK_TOKENS = 16
-
-
-Connect = Callable[..., PlainEngine]
+Connect = Callable[[], PlainEngine]
 
 
 @pytest.fixture
 def connect(server: LocalServer) -> Connect:
     """Make engines with a client each."""
-    return lambda **terms: PlainEngine(server.connect(), **terms)
+    return lambda: PlainEngine(server.connect())
 
 
 # --- the boundary
@@ -61,7 +58,13 @@ def test_whatever_fails_in_a_load_is_a_counted_miss(connect: Connect) -> None:
     assert (stats.lookups, stats.hit_tokens, stats.miss_tokens) == (4, 0, 112)
 
 
-def test_whatever_fails_in_a_store_is_counted_and_stores_nothing(connect: Connect) -> None:
+def interrupted(span: Span) -> LayerTensors:
+    raise KeyboardInterrupt
+
+
+def test_whatever_fails_in_a_store_is_counted_and_stores_nothing_but_an_interrupt_goes_on(
+    connect: Connect,
+) -> None:
     engine = connect()
     prompt = tokens(9, 2 * CHUNK_TOKENS)
 
@@ -73,19 +76,12 @@ def test_whatever_fails_in_a_store_is_counted_and_stores_nothing(connect: Connec
     wrong_kind = empty_tensors(KVLayout.of(MEDIUM, CHUNK_TOKENS))
     assert engine.connector.store_chunks(prompt, broken) == 0
     assert engine.connector.store_chunks(prompt, lambda _: wrong_kind) == 0
+    with pytest.raises(KeyboardInterrupt):
+        engine.connector.store_chunks(prompt, interrupted)
     stats = engine.connector.stats()
     assert stats.store_errors == {"BrokenError": 1, "LayoutMismatchError": 1}
     assert stats.stored_chunks == 0
     assert engine.load(prompt) == Prefix()
-
-
-def test_an_interrupt_is_not_an_error_of_the_store(connect: Connect) -> None:
-    def interrupted(span: Span) -> LayerTensors:
-        raise KeyboardInterrupt
-
-    engine = connect()
-    with pytest.raises(KeyboardInterrupt):
-        engine.connector.store_chunks(tokens(10, 16), interrupted)
 
 
 def test_chunks_the_server_has_no_room_for_are_refused_not_errors(
@@ -157,26 +153,6 @@ def test_a_prefix_never_covers_the_last_token_and_its_tiers_add_up(
     assert set(prefix.tier_tokens) <= set(tiers)
 
 
-@pytest.mark.parametrize(("token_s", "loaded"), [(0.0, 0), (10.0, 3)])
-def test_what_is_sooner_computed_than_loaded_is_not_loaded(
-    connect: Connect, server: LocalServer, token_s: float, loaded: int
-) -> None:
-    prompt = tokens(6, 3 * CHUNK_TOKENS)
-    connect().store(prompt)
-    for slot in server.node.store.tiers.slots.values():
-        slot.round_trip_s = 1e-3
-    engine = connect(prefill=PrefillModel(1e-6, token_s))
-    assert engine.load(prompt).stored_tokens == loaded * CHUNK_TOKENS
-    stats = engine.connector.stats()
-    assert (stats.slow_chunks, stats.lost_chunks) == (3 - loaded, 0)
-
-
-# --- engines and servers that do not fit
-
-
-PROMPT = tokens(1, 64)
-
-
 def test_each_way_of_missing_has_a_count_that_a_heartbeat_tells(server: LocalServer) -> None:
     engine = PlainEngine(server.connect())
     client, catalog, prompts = engine.client, server.node.store.catalog, iter(range(2, 9))
@@ -184,7 +160,7 @@ def test_each_way_of_missing_has_a_count_that_a_heartbeat_tells(server: LocalSer
     def prompt() -> list[int]:
         return tokens(next(prompts), 64)
 
-    engine.load(PROMPT[:10])  # short
+    engine.load(tokens(1, 10))  # short
     engine.load(prompt())  # absent
     engine.load([-1] * 64)  # error
     keys = client.keys(pending := prompt())
@@ -208,7 +184,7 @@ def test_each_way_of_missing_has_a_count_that_a_heartbeat_tells(server: LocalSer
     stats = engine.connector.stats()
     assert (stats.lost_chunks, stats.load_errors) == (2, {"InvalidRequestError": 1})
     expected = {"short": 1, "absent": 1, "error": 1, "pending": 1, "lost": 1}
-    assert engine.connector.stats().misses == expected
+    assert stats.misses == expected
     client._link.connected().session.heartbeat()
     request = pb.ExplainRequest(recent=10)
     reply = server.dial().call("Explain", request, DEADLINE_MS, pb.ExplainResponse)

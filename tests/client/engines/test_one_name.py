@@ -29,6 +29,7 @@ from helpers.vllm_steps import Engine
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
+    AutoTokenizer,
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
@@ -83,8 +84,6 @@ def loaded(folder: Path, **settings: Any) -> PreTrainedModel:
 
 
 def by_transformers(folder: Path, **settings: Any) -> Model:
-    from transformers import AutoTokenizer
-
     revision = settings.pop("model_revision", "")
     tokenizer = AutoTokenizer.from_pretrained(folder)
     return representation_of(loaded(folder, **settings), tokenizer, revision)
@@ -129,9 +128,6 @@ def started(
 ENGINES = (by_transformers, by_vllm, by_sglang)
 
 
-# --- one name
-
-
 @pytest.mark.parametrize("revision", ["", "8f2c1d4"])
 def test_the_same_weights_have_one_identity_in_every_engine_and_folder(
     folder: Path, tmp_path: Path, revision: str
@@ -143,6 +139,12 @@ def test_the_same_weights_have_one_identity_in_every_engine_and_folder(
         for place in (folder, tmp_path / "copied")
     }
     assert len(found) == 1
+
+
+def replaced(file: Path, old: str, new: str) -> None:
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
 
 
 @pytest.mark.parametrize(
@@ -157,12 +159,9 @@ def test_other_files_are_another_model_to_every_engine(
         torch.manual_seed(4)
         LlamaForCausalLM(LlamaConfig(**SIZES)).save_pretrained(folder)
     elif changed == "settings":
-        config = folder / "config.json"
-        config.write_text(
-            config.read_text().replace('"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05')
-        )
+        replaced(folder / "config.json", '"rms_norm_eps": 1e-06', '"rms_norm_eps": 1e-05')
     else:
-        (folder / "tokenizer.json").write_text((folder / "tokenizer.json").read_text() + " ")
+        replaced(folder / "tokenizer.json", "{", " {")
     assert engine(folder) != before
 
 
@@ -180,10 +179,12 @@ def test_a_setting_of_the_engine_that_no_model_states_is_its_own(folder: Path) -
 
 def test_an_architecture_that_may_be_kept_otherwise_is_each_engines_own(folder: Path) -> None:
     """As of Gemma, whose layers other engines may keep in another spec."""
-    config = folder / "config.json"
-    config.write_text(config.read_text().replace('"model_type": "llama"', '"model_type": "gemma"'))
+    replaced(folder / "config.json", '"model_type": "llama"', '"model_type": "gemma"')
     assert by_vllm(folder) != by_sglang(folder)
     assert by_vllm(folder) == by_vllm(folder)
+
+
+# --- SGLang's pages, where they are whole chunks
 
 
 @pytest.fixture
@@ -222,9 +223,6 @@ def parts_of(engine: Engine, blocks: Sequence[int], tokens: int) -> list[torch.T
         for name in sorted(pages)
         for part in BLOCK_LAYOUTS[0](pages[name])
     ]
-
-
-# --- SGLang's pages, where they are whole chunks
 
 
 def parts_on(pages: PageStore) -> list[torch.Tensor]:

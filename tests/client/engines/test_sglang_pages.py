@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from hashlib import sha256
@@ -50,7 +49,13 @@ MLA_SHAPES = {
 }
 CASES = [(False, layout) for layout in MHA_SHAPES] + [(True, layout) for layout in MLA_SHAPES]
 RANK = RankInfo(is_mla=False)
-HASHES = [hashlib.sha256(bytes([number])).hexdigest() for number in range(PAGES)]
+
+
+def hashes(count: int) -> list[str]:
+    return [sha256(bytes([number])).hexdigest() for number in range(count)]
+
+
+HASHES = hashes(PAGES)
 
 
 @dataclass
@@ -62,6 +67,7 @@ class Pool:
     page_size: int = SIZE
     start_layer: int = 0
     layer_num: int = LAYERS
+    is_mla: bool = False
     beside_bytes: int = 0
     """What a page has that is not in the buffer."""
 
@@ -70,44 +76,33 @@ class Pool:
         return torch.zeros(page_bytes, dtype=torch.uint8)
 
     @classmethod
-    def make(cls, layout: str, is_mla: bool, dtype: torch.dtype = torch.bfloat16) -> Pool:
+    def make(cls, layout: str, is_mla: bool = False, dtype: torch.dtype = torch.bfloat16) -> Pool:
         shape = (MLA_SHAPES if is_mla else MHA_SHAPES)[layout]
-        return cls(layout, torch.zeros(shape, dtype=dtype))
+        return cls(layout, torch.zeros(shape, dtype=dtype), is_mla=is_mla)
 
-    def rows(self, is_mla: bool) -> torch.Tensor:
-        """Return a view (parts, layers, tokens, heads, dim) of the buffer, however it lies."""
-        whole = self.kv_buffer.unsqueeze(0) if is_mla else self.kv_buffer
-        if self.layout == "layer_first":
-            return whole
-        if self.layout == "page_first":
-            return whole.transpose(1, 2)
+    @property
+    def rows(self) -> torch.Tensor:
+        """A view (parts, layers, pages, slots, heads, dim) of the buffer, however it lies."""
+        whole = self.kv_buffer.unsqueeze(0) if self.is_mla else self.kv_buffer
+        if self.layout == "page_head":
+            return whole.permute(0, 4, 1, 3, 2, 5)
+        whole = whole if self.layout == "layer_first" else whole.transpose(1, 2)
         if self.layout == "page_first_direct":
-            return whole.permute(0, 2, 1, 3, 4, 5).flatten(2, 3)
-        return whole.permute(0, 4, 1, 3, 2, 5).flatten(2, 3)
+            return whole
+        return whole.view(*whole.shape[:2], PAGES, SIZE, *whole.shape[3:])
 
 
-def numbers(is_mla: bool) -> torch.Tensor:
-    """Return what the pool is to hold: (parts, layers, tokens, heads, dim), all different."""
-    shape = (1 if is_mla else 2, LAYERS, TOKENS, 1 if is_mla else HEADS, DIM)
+def numbers(is_mla: bool = False) -> torch.Tensor:
+    """Return what the pool is to hold: (parts, layers, pages, slots, heads, dim), all different."""
+    shape = (1 if is_mla else 2, LAYERS, PAGES, SIZE, 1 if is_mla else HEADS, DIM)
     draw = torch.Generator().manual_seed(7)
     return torch.randn(shape, generator=draw).to(torch.bfloat16)
 
 
-def fill(pool: Pool, is_mla: bool) -> None:
-    """Lay the numbers into the pool by its own indices, one by one."""
-    values = numbers(is_mla)
-    for part, layer, token, head in torch.cartesian_prod(
-        *map(torch.arange, values.shape[:4])
-    ).tolist():
-        row = values[part, layer, token, head]
-        page, slot = divmod(token, SIZE)
-        at = {
-            "layer_first": (part, layer, token, head),
-            "page_first": (part, token, layer, head),
-            "page_first_direct": (part, page, layer, slot, head),
-            "page_head": (part, page, head, slot, layer),
-        }[pool.layout]
-        pool.kv_buffer[at[1:] if is_mla else at] = row
+def filled(layout: str, is_mla: bool = False) -> Pool:
+    pool = Pool.make(layout, is_mla)
+    pool.rows.copy_(numbers(is_mla))
+    return pool
 
 
 def settings_for(address: str = "127.0.0.1:1", name: str = "tiny", **more: Any) -> PageSettings:
@@ -144,9 +139,7 @@ def test_what_one_layout_stored_every_layout_reads(
     connect: Callable[..., PageStore], is_mla: bool, layout: str
 ) -> None:
     rank = replace(RANK, is_mla=is_mla)
-    source = Pool.make(layout, is_mla)
-    fill(source, is_mla)
-    one = connect(source, rank)
+    one = connect(filled(layout, is_mla), rank)
     assert one.count(HASHES) == 0
     assert one.store(HASHES[:4], pages(one, 0, 1, 2, 3), ()) == [True] * 4
     assert one.count(HASHES) == 4
@@ -154,19 +147,17 @@ def test_what_one_layout_stored_every_layout_reads(
         pool = Pool.make(other, is_mla)
         reader = connect(pool, rank)
         assert reader.load(HASHES, pages(reader, 5, 1, 2, 3, 4, 0)) == 4
-        wanted, found = numbers(is_mla), pool.rows(is_mla)
-        span = SIZE * 4
-        assert torch.equal(found[:, :, SIZE:span], wanted[:, :, SIZE:span])
-        assert torch.equal(found[:, :, -SIZE:], wanted[:, :, :SIZE]), "page 0 was put at 5"
-        assert not found[:, :, span:-SIZE].any(), "pages that nobody stored were written to"
+        wanted, found = numbers(is_mla), pool.rows
+        assert torch.equal(found[:, :, 1:4], wanted[:, :, 1:4])
+        assert torch.equal(found[:, :, 5], wanted[:, :, 0]), "page 0 was put at 5"
+        assert not found[:, :, 4].any(), "pages that nobody stored were written to"
 
 
 def test_flat_pages_are_the_pages_of_the_pool_in_its_own_order(
     connect: Callable[..., PageStore],
 ) -> None:
     for is_mla, layout in CASES:
-        pool = Pool.make(layout, is_mla)
-        fill(pool, is_mla)
+        pool = filled(layout, is_mla)
         store = connect(pool, replace(RANK, is_mla=is_mla))
         assert store.store(HASHES[:2], pages(store, 0, 1), ()) == [True, True]
         first, whole = 0 if is_mla else 1, pool.kv_buffer
@@ -183,7 +174,7 @@ def test_flat_pages_are_the_pages_of_the_pool_in_its_own_order(
 def test_pages_are_stored_as_what_follows_the_pages_before_them(
     connect: Callable[..., PageStore], server: LocalServer
 ) -> None:
-    pool = Pool.make("page_first", is_mla=False)
+    pool = Pool.make("page_first")
     store = connect(pool)
     store.store(HASHES[:2], pages(store, 0, 1), ())
     store.store(HASHES[2:4], pages(store, 2, 3), HASHES[:2])
@@ -204,24 +195,22 @@ def test_a_page_of_bytes_is_never_a_copy() -> None:
 
 
 def test_stages_never_read_each_others_pages(connect: Callable[..., PageStore]) -> None:
-    pool = Pool.make("page_first", is_mla=False)
-    fill(pool, is_mla=False)
+    pool = filled("page_first")
     store = connect(pool)
     store.store(HASHES[:1], pages(store, 0), ())
     for changed in (replace(RANK, pp_rank=1, pp_size=2), replace(RANK, cp_rank=1, cp_size=2)):
-        other = connect(Pool.make("page_first", is_mla=False), changed)
+        other = connect(Pool.make("page_first"), changed)
         assert other.count(HASHES[:1]) == 0
         assert other.store(HASHES[:1], pages(other, 0), ()) == [True]
     assert store.load(HASHES[:1], pages(store, 5)) == 1
-    rows = pool.rows(is_mla=False)
-    assert torch.equal(rows[:, :, -SIZE:], rows[:, :, :SIZE]), "another rank's page was read"
+    assert torch.equal(pool.rows[:, :, 5], pool.rows[:, :, 0]), "another rank's page was read"
     other.clear()
     assert (other.count(HASHES[:1]), store.count(HASHES[:1])) == (0, 1)
 
 
 def test_ranks_of_a_latent_model_share_their_pages(connect: Callable[..., PageStore]) -> None:
     rank = replace(RANK, is_mla=True, tp_size=2)
-    pool = Pool.make("page_first", is_mla=True)
+    pool = Pool.make("page_first", True)
     writer, reader = connect(pool, rank), connect(pool, replace(rank, tp_rank=1))
     writer.store(HASHES[:1], pages(writer, 0), ())
     assert reader.count(HASHES[:1]) == 1
@@ -234,7 +223,7 @@ def test_pools_that_are_not_understood_are_refused_by_name() -> None:
         (Pool("page_head", torch.zeros(1)), mla, "layout='page_head'"),
         (Pool("page_first", torch.zeros(1), page_size=1), RANK, "page_size=1: start SGLang with"),
         # As those of MXFP8: pages would come back with whatever scales lie there by then.
-        (replace(Pool.make("page_first", False), beside_bytes=64), RANK, "lie in its buffer"),
+        (replace(Pool.make("page_first"), beside_bytes=64), RANK, "lie in its buffer"),
     ]
     for pool, rank, words in refused:
         with pytest.raises(ModelError, match=words):
@@ -242,7 +231,7 @@ def test_pools_that_are_not_understood_are_refused_by_name() -> None:
     for kv_heads in (3, 4):
         with pytest.raises(ModelError, match="kv_heads"):
             kv_model(
-                Pool.make("page_first", False),
+                Pool.make("page_first"),
                 replace(RANK, tp_size=4),
                 settings_for(kv_heads=kv_heads),
             )
@@ -282,7 +271,7 @@ def test_settings_are_read_and_refused_by_name() -> None:
 
 
 def test_a_name_that_is_no_hash_is_a_counted_miss(connect: Callable[..., PageStore]) -> None:
-    store = connect(Pool.make("page_first", is_mla=False))
+    store = connect(Pool.make("page_first"))
     assert store.count(["no hash"]) == 0
     assert store.store(["ab"], pages(store, 0), ()) == [False]
     assert store.stats().load_errors == {"InvalidRequestError": 1}
@@ -290,7 +279,7 @@ def test_a_name_that_is_no_hash_is_a_counted_miss(connect: Callable[..., PageSto
 
 
 def test_without_a_server_pages_are_missed_and_not_kept_and_nothing_raises() -> None:
-    pool = Pool.make("page_first", is_mla=False)
+    pool = Pool.make("page_first")
     store = PageStore(pool, RANK, settings_for(deadline_ms=500))
     try:
         assert store.count(HASHES) == 0
@@ -315,8 +304,7 @@ def half_of(pool: Pool, rank: int) -> Pool:
 def test_ranks_with_a_head_or_a_copy_of_one_share_pages_with_an_engine_of_one(
     connect: Callable[..., PageStore], layout: str, ranks: int, writers: tuple[int, int]
 ) -> None:
-    pool, more = Pool.make(layout, is_mla=False), {"kv_heads": 2} if ranks > 2 else {}
-    fill(pool, is_mla=False)
+    pool, more = filled(layout), {"kv_heads": 2} if ranks > 2 else {}
     stores = [
         connect(half_of(pool, 2 * at // ranks), replace(RANK, tp_rank=at, tp_size=ranks), **more)
         for at in range(ranks)
@@ -325,15 +313,14 @@ def test_ranks_with_a_head_or_a_copy_of_one_share_pages_with_an_engine_of_one(
     assert first.store(HASHES[:1], pages(first, 0), ()) == [True]
     assert last.count(HASHES[:1]) == 0, "half of a page was shown"
     assert last.store(HASHES[:1], pages(last, 0), ()) == [True]
-    one = connect(Pool.make("page_first", is_mla=False))
-    wanted = numbers(is_mla=False)[:, :, :SIZE]
+    one = connect(Pool.make("page_first"))
+    wanted = numbers()[:, :, 0]
     for store, heads in [
         (one, [0, 1]),
         *((each, [2 * at // ranks]) for at, each in enumerate(stores)),
     ]:
         assert store.load(HASHES[:1], pages(store, 2)) == 1
-        found = store._pool.rows(is_mla=False)
-        assert torch.equal(found[:, :, 2 * SIZE : 3 * SIZE], wanted[:, :, :, heads])
+        assert torch.equal(store._pool.rows[:, :, 2], wanted[:, :, :, heads])
 
 
 # --- what an engine was started with is in the names of its pages
@@ -349,14 +336,7 @@ def terms(**stated: Any) -> ServerArgsDigest:
 def named(**stated: Any) -> str:
     """Return what the revision of an engine's pages is called."""
     settings = PageSettings.parse({"model_revision": "c" * 40}, "tiny", terms(**stated))
-    return kv_model(Pool.make("page_first", is_mla=False), RANK, settings).model_revision
-
-
-@pytest.fixture
-def adapter(tmp_path: Path) -> Path:
-    (tmp_path / "lora").mkdir()
-    (tmp_path / "lora" / "adapter_model.safetensors").write_bytes(b"one")
-    return tmp_path / "lora"
+    return kv_model(Pool.make("page_first"), RANK, settings).model_revision
 
 
 def test_what_changes_the_kv_is_another_revision() -> None:
@@ -393,23 +373,19 @@ def test_amds_fp8_is_another_and_a_file_is_what_it_holds(tmp_path: Path) -> None
     assert terms(quantization_param_path=str(file)) != before
 
 
-def forms(path: Path) -> list[Any]:
-    return [
-        [str(path)],
-        [f"name={path}"],
-        {"name": str(path)},
-        [{"lora_name": "name", "lora_path": str(path)}],
-        [SimpleNamespace(lora_path=str(path))],
-    ]
-
-
-def test_an_adapter_whose_files_changed_under_its_path_is_another(adapter: Path) -> None:
+def test_an_adapter_whose_files_changed_under_its_path_is_another(tmp_path: Path) -> None:
     """SGLang's ids of adapters that are given at the start are made of names and paths alone."""
-    before = {terms(lora_paths=stated).adapter_digest("none") for stated in forms(adapter)}
-    (adapter / "adapter_model.safetensors").write_bytes(b"two")
-    after = {terms(lora_paths=stated).adapter_digest("none") for stated in forms(adapter)}
-    assert len(before) == len(after) == 1
-    assert len(before | after | {terms().adapter_digest("none")}) == 3
+    path = str(tmp_path)
+    forms: list[Any] = [
+        [path], [f"name={path}"], {"name": path}, [{"lora_name": "name", "lora_path": path}],
+        [SimpleNamespace(lora_path=path)],
+    ]  # fmt: skip
+    found = []
+    for weights in ("one", "two"):
+        (tmp_path / "adapter_model.safetensors").write_text(weights)
+        found.append({terms(lora_paths=stated).adapter_digest("none") for stated in forms})
+    assert [len(digests) for digests in found] == [1, 1]
+    assert len({terms().adapter_digest("none")}.union(*found)) == 3
 
 
 def test_an_adapter_that_is_not_here_has_to_be_named() -> None:
@@ -484,21 +460,15 @@ def test_more_pages_than_are_copied_at_a_time_come_back_up_to_one_that_is_missin
     server: LocalServer,
 ) -> None:
     settings = replace(SETTINGS, address=server.address)
-    pool = States()
+    pool, count, missing = States(), 2 * BATCH + 5, "f" * 64
     store = AuxPoolStore(pool, "mamba", rank(), settings)
-    count = 2 * BATCH + 5
-    hashes = [sha256(bytes([number])).hexdigest() for number in range(count)]
-    seed = torch.Generator().manual_seed(5)
-    kept = [
-        torch.randint(0, 256, (PAGE_BYTES,), dtype=torch.uint8, generator=seed)
-        for _ in range(count)
-    ]
+    named, seed = hashes(count), torch.Generator().manual_seed(5)
+    kept = torch.randint(0, 256, (count, PAGE_BYTES), dtype=torch.uint8, generator=seed)
     pool.pages = dict(enumerate(kept))
-    assert store.store(hashes, range(count)) == [True] * count
-    missing = "f" * 64
-    assert store.present([hashes[-1], missing, hashes[0]]) == [True, False, True]
+    assert store.store(named, range(count)) == [True] * count
+    assert store.present([named[-1], missing, named[0]]) == [True, False, True]
     pool.pages = {}
-    asked = [*hashes[: BATCH + 3], missing, *hashes[BATCH + 3 :]]
+    asked = [*named[: BATCH + 3], missing, *named[BATCH + 3 :]]
     found = store.load(asked, range(len(asked)))
     assert found == [True] * (BATCH + 3) + [False] * (len(asked) - BATCH - 3)
     assert sorted(pool.pages) == list(range(BATCH + 3))

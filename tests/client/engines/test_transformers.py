@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -16,7 +17,6 @@ from helpers.torch_engine import (
     ids_of,
     kept,
     left_padded,
-    logits,
     plain_tokens,
     prefill,
     random_ids,
@@ -24,15 +24,7 @@ from helpers.torch_engine import (
 )
 from transformers import (
     BatchEncoding,
-    LlamaConfig,
-    LlamaForCausalLM,
-    MistralConfig,
-    MistralForCausalLM,
     PreTrainedModel,
-    Qwen2Config,
-    Qwen2ForCausalLM,
-    Qwen3Config,
-    Qwen3ForCausalLM,
     StaticCache,
 )
 from transformers.generation.streamers import BaseStreamer
@@ -78,12 +70,6 @@ class TestTransformersConnector(ConnectorContract):
         self, connector: Connector, prompt: list[int], deadline_ms: int
     ) -> list[int]:
         return stored_tokens(cast(TransformersConnector, connector), ids_of(prompt), deadline_ms)
-
-
-# --- the same bits as the engine's own cache
-
-
-# --- the same tokens
 
 
 class Streamed(BaseStreamer):
@@ -195,42 +181,6 @@ def test_a_maximum_length_counts_padding_as_the_model_counts_it(
     assert found.output.sequences.shape[1] == (48 if len(counts) > 1 else 43)
 
 
-SMALL: dict[str, Any] = {
-    "vocab_size": 256, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2,
-    "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 512,
-    "bos_token_id": 0, "eos_token_id": 1, "pad_token_id": 1,
-}  # fmt: skip
-
-
-@pytest.mark.parametrize(
-    ("config", "kind", "dtype"),
-    [
-        (LlamaConfig(**SMALL), LlamaForCausalLM, torch.bfloat16),
-        (MistralConfig(**SMALL, sliding_window=None), MistralForCausalLM, torch.float16),
-        (Qwen2Config(**SMALL), Qwen2ForCausalLM, torch.float32),
-        (Qwen3Config(**SMALL, head_dim=32), Qwen3ForCausalLM, torch.bfloat16),
-    ],
-    ids=["llama", "mistral", "qwen2", "qwen3"],
-)
-def test_each_architecture_comes_back_bit_for_bit(
-    server: LocalServer, tokenizer: Any, config: Any, kind: Any, dtype: torch.dtype
-) -> None:
-    torch.manual_seed(7)
-    model: PreTrainedModel = kind(config).to(dtype).eval()
-    client = server.connect("auto", representation_of(model, tokenizer), OPTIONS)
-    connector = TransformersConnector(client, model)
-    input_ids = random_ids(150, vocabulary=256)
-    own = prefill(model, input_ids[:, :128])
-    assert connector.save(input_ids[:, :128], own) == 2
-    cache, hit_tokens = connector.load(input_ids)
-    assert hit_tokens == 128
-    rest = input_ids[:, 128:]
-    assert torch.equal(logits(model, rest, cache), logits(model, rest, own))
-
-
-# --- a disk that lies, other models, and what is refused
-
-
 # --- misuse is refused in words
 
 
@@ -299,6 +249,9 @@ def test_a_client_of_another_model_is_refused(
     client = server.connect("auto", representation_of(other, tokenizer), OPTIONS)
     with pytest.raises(ModelError, match="representation_of"):
         TransformersConnector(client, tinylm)
+
+
+# --- what attention tokens get goes with their chunks
 
 
 PROMPT = random_ids(150)
@@ -408,24 +361,22 @@ def test_numbers_that_are_none_are_not_taken_for_importance(
     assert {chunk.importance for chunk in chunks} == {None}
 
 
-def no_memory(_: int) -> torch.Tensor:
-    raise torch.OutOfMemoryError("of the device")
-
-
-@pytest.mark.parametrize(("fault", "looks"), [(no_memory, 1), (torch.zeros, 6)])
+@pytest.mark.parametrize(
+    ("looks", "asked"),
+    [
+        (torch.OutOfMemoryError("of the device"), 1),
+        (map(torch.zeros, range(1, 7)), 6),  # what differs in length cannot be stacked
+    ],
+    ids=["no memory", "no stack"],
+)
 def test_attention_that_cannot_be_noted_fails_no_request(
     with_codec: Any, put: Any, tinylm: PreTrainedModel, monkeypatch: pytest.MonkeyPatch,
-    fault: Callable[[int], torch.Tensor], looks: int,
+    looks: Any, asked: int,
 ) -> None:  # fmt: skip
-    connector = with_codec("kvq:2,importance")
-    chunks, asked = put(connector), list[int]()
-
-    def look(*_: Any) -> torch.Tensor:
-        asked.append(0)
-        return fault(len(asked))  # what differs in length cannot be stacked
-
+    connector, look = with_codec("kvq:2,importance"), Mock(side_effect=looks)
+    chunks = put(connector)
     monkeypatch.setattr(generation, "mean_attention", look)
     found = connector.generate(PROMPT, greedy(2))
     assert found.output.sequences[0].tolist() == plain_tokens(tinylm, PROMPT)[:152]
     assert {chunk.importance for chunk in chunks} == {None}
-    assert len(asked) == looks
+    assert look.call_count == asked

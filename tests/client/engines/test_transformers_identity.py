@@ -14,6 +14,7 @@ from transformers import (
     LlamaConfig,
     LlamaForCausalLM,
     PreTrainedModel,
+    PreTrainedTokenizerFast,
 )
 
 from kvstore.client.engines.transformers import representation_of
@@ -44,29 +45,26 @@ def test_the_trained_model_is_described_completely(tinylm: PreTrainedModel, toke
     assert identity.tokenizer_digest == OWN_TOKENIZER
 
 
-@pytest.mark.parametrize("every", [True, False])
+@pytest.mark.parametrize(
+    ("given", "weight", "where", "names"),
+    [
+        (None, "layers.1.self_attn.k_proj", (3, 4), ("weights=", "blake3:")),
+        ("8f2c1d4", "layers.1.self_attn.k_proj", ..., ("8f2c1d4+sample=", "8f2c1d4+blake3:")),
+        ("8f2c1d4", "embed_tokens", 7, ("8f2c1d4+sample=", "8f2c1d4+blake3:")),
+    ],
+    ids=["an element", "a layer beside a commit", "a row beside a commit"],
+)
 def test_weights_that_are_not_those_of_the_files_do_not_have_the_files_name(
-    load_tinylm: Any, tokenizer: Any, every: bool
-) -> None:
-    model, given = load_tinylm(), None if every else "8f2c1d4"
-    before = representation_of(model, tokenizer, given)
-    with torch.no_grad():
-        weight = model.model.layers[1].self_attn.k_proj.weight
-        weight[(3, 4) if every else ...] += 1e-3
-    after = representation_of(model, tokenizer, given)
-    assert before.model_revision != after.model_revision
-    assert before.model_revision.startswith("8f2c1d4+sample=" if given else "weights=")
-    assert after.model_revision.startswith("8f2c1d4+blake3:" if given else "blake3:")
-
-
-def test_a_row_that_was_written_in_memory_is_seen_where_a_commit_is_given(
-    load_tinylm: Any, tokenizer: Any
-) -> None:
+    load_tinylm: Any, tokenizer: Any, given: str | None, weight: str, where: Any,
+    names: tuple[str, str],
+) -> None:  # fmt: skip
     model = load_tinylm()
-    before = representation_of(model, tokenizer, "8f2c1d4")
+    before = representation_of(model, tokenizer, given).model_revision
     with torch.no_grad():
-        model.model.embed_tokens.weight[7] += 1
-    assert representation_of(model, tokenizer, "8f2c1d4") != before
+        model.model.get_submodule(weight).weight[where] += 1e-3
+    after = representation_of(model, tokenizer, given).model_revision
+    assert before != after
+    assert (before.startswith(names[0]), after.startswith(names[1])) == (True, True)
 
 
 def test_a_model_cast_after_it_was_loaded_is_not_one_loaded_in_that_type(tokenizer: Any) -> None:
@@ -110,10 +108,8 @@ def test_a_model_in_a_cache_is_called_as_the_hub_calls_it_and_by_its_commit(
 
 
 def test_a_commit_is_the_revision_where_there_is_one(tokenizer: Any) -> None:
-    model = llama()
-    model.config._commit_hash = "c0ffee"
-    again = llama()
-    again.config._commit_hash = "c0ffee"
+    model, again = llama(), llama()
+    model.config._commit_hash = again.config._commit_hash = "c0ffee"
     revision = representation_of(model, tokenizer).model_revision
     assert revision.startswith("c0ffee+")
     assert representation_of(again, tokenizer).model_revision == revision
@@ -133,8 +129,7 @@ def test_a_commit_with_other_weights_or_settings_is_another_revision(
     models = [llama(), llama(), llama(rms_norm_eps=1e-3), llama(), llama(), llama()]
     merged, four, eight = models[3:]
     with torch.no_grad():
-        weight = merged.model.layers[1].self_attn.k_proj.weight
-        weight += 1e-3 * torch.outer(torch.ones(weight.shape[0]), torch.ones(weight.shape[1]))
+        merged.model.layers[1].self_attn.k_proj.weight += 1e-3
     four.config.quantization_config = {"load_in_4bit": True}
     eight.config.quantization_config = {"load_in_8bit": True}
     for model in models:
@@ -152,19 +147,12 @@ def test_what_is_no_model_and_no_tokenizer_is_refused_by_name(tokenizer: Any) ->
 
 
 def test_a_token_that_means_something_else_is_another_tokenizer(tokenizer: Any) -> None:
-    from transformers import PreTrainedTokenizerFast
-
-    other = PreTrainedTokenizerFast(  # type: ignore[no-untyped-call]
-        tokenizer_object=tokenizer.backend_tokenizer
-    )
-    model = llama()
-    assert representation_of(model, other).tokenizer_digest == (
-        representation_of(model, tokenizer).tokenizer_digest
-    )
+    make: Any = PreTrainedTokenizerFast
+    other, model = make(tokenizer_object=tokenizer.backend_tokenizer), llama()
+    own = representation_of(model, tokenizer).tokenizer_digest
+    assert representation_of(model, other).tokenizer_digest == own
     other.add_tokens(["<new>"])
-    assert representation_of(model, other).tokenizer_digest != (
-        representation_of(model, tokenizer).tokenizer_digest
-    )
+    assert representation_of(model, other).tokenizer_digest != own
 
 
 @pytest.mark.parametrize("mark", ["_hf_peft_config_loaded", "peft_config"])

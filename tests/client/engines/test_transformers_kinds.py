@@ -1,4 +1,4 @@
-"""Models that keep windows, states or latents, on any device, and what names a model."""
+"""Models of each kind, of full attention, windows, states and latents, on any device."""
 
 from __future__ import annotations
 
@@ -60,6 +60,8 @@ _MLA = {
 _EXPERTS = {"num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 32}
 
 MODELS: dict[str, tuple[str, dict[str, Any]]] = {
+    "qwen2, biases": ("Qwen2Config", {}),
+    "qwen3, normed keys": ("Qwen3Config", {"head_dim": 32}),
     "mistral, windows alone": ("MistralConfig", {"sliding_window": 40}),
     "mistral, a window within a chunk": ("MistralConfig", {"sliding_window": 12}),
     "gemma2, every other layer": ("Gemma2Config", {"head_dim": 16, "sliding_window": 40}),
@@ -465,6 +467,3 @@ def test_a_device_that_fails_is_a_counted_miss(
     assert (hit, cache.get_seq_length()) == (0, 0)
     stats = connector.stats()
     assert stats.load_errors == stats.store_errors == {"TierUnavailableError": 1}
-
-
-# --- tensors name their device

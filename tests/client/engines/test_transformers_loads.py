@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -22,7 +23,7 @@ from transformers.cache_utils import DynamicLayer
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.deadline import StoredFrame
-from kvstore.client.engines.transformers import TransformersConnector, representation_of
+from kvstore.client.engines.transformers import TransformersConnector
 from kvstore.client.planning import LinkEstimate, PrefillMeter, PrefillModel
 from kvstore.client.transports.base import Arrivals, ReadPlan
 from kvstore.proto.errors import InvalidRequestError
@@ -106,20 +107,6 @@ def learned(
 @pytest.fixture
 def connector(link: SlowLink, learned: Connect) -> TransformersConnector:
     return learned(link)
-
-
-@pytest.fixture
-def layered(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Has the chunks of each load that is layer by layer."""
-    found: list[int] = []
-    own = Client.get_chunk_layers
-
-    def counted(self: Client, keys: Any, *args: Any, **more: Any) -> Any:
-        found.append(len(keys))
-        return own(self, keys, *args, **more)
-
-    monkeypatch.setattr(Client, "get_chunk_layers", counted)
-    return found
 
 
 class Gate:
@@ -246,19 +233,15 @@ def test_where_nothing_is_to_be_gained_the_prefix_comes_whole(
 
 
 def test_an_error_of_the_model_does_not_wait_for_layers_on_their_way(
-    connector: TransformersConnector, server: LocalServer, tinylm: PreTrainedModel, link: SlowLink,
-    layered: list[int],
-) -> None:  # fmt: skip
+    connector: TransformersConnector, server: LocalServer, tinylm: PreTrainedModel, link: SlowLink
+) -> None:
     Gate(link)  # lets the first layer through alone
-
-    def fail(_: int) -> None:
-        raise MemoryError("of the engine")
-
-    began_s = time.monotonic()
+    fail, began_s = Mock(side_effect=MemoryError("of the engine")), time.monotonic()
     with watched(tinylm, fail), pytest.raises(MemoryError):
         connector.generate(PROMPT, greedy(1))
+    fail.assert_called_once_with(0)
     assert time.monotonic() - began_s < DEADLINE_MS / 4000
-    assert layered == [CHUNKS]
+    assert link.stop_at_bytes < math.inf, "the others were on their way"
     link.stop_at_bytes = math.inf
     assert server.settled().leases == 0
 
@@ -273,10 +256,9 @@ LONG_MS = 20_000
 
 @pytest.fixture
 def connect(
-    link: SlowLink, tinylm: PreTrainedModel, tokenizer: Any
+    link: SlowLink, tinylm: PreTrainedModel, identity: Model
 ) -> Iterator[Callable[..., Any]]:
     clients: list[Client] = []
-    identity = representation_of(tinylm, tokenizer)
 
     def connect(**settings: Any) -> TransformersConnector:
         options = ClientOptions("grpc", chunk_tokens=TOKENS, deadline_ms=LONG_MS, retry_after_ms=1)
@@ -354,7 +336,7 @@ def test_over_a_link_that_gives_next_to_nothing_it_computes_and_is_as_fast_as_wi
 def test_the_model_computes_the_first_chunks_while_the_link_brings_the_last_ones(
     tinylm: PreTrainedModel, connect: Callable[..., Any], prompt: torch.Tensor, link: SlowLink
 ) -> None:
-    chunk_bytes = TOKENS * 6 * 2 * 2 * 64 * 4
+    chunk_bytes = LAYERS * LAYER_BYTES / CHUNKS
     connector = connect()
     connector._prefill = ENGINE
     connector.client.lookup(keys=connector.client.keys(prompt[0].tolist()))
@@ -379,10 +361,7 @@ def test_an_error_of_the_model_is_the_callers_and_no_deadline_is_refused_by_name
     connector._prefill = PrefillModel(0.0, 1e-6)
     link.bytes_per_s = 20e3
 
-    def fail(*_: Any) -> None:
-        raise ZeroDivisionError
-
-    hook = tinylm.base_model.register_forward_pre_hook(fail)
+    hook = tinylm.base_model.register_forward_pre_hook(Mock(side_effect=ZeroDivisionError))
     try:
         with pytest.raises(ZeroDivisionError):
             connector.generate(prompt, greedy(1), deadline_ms=100)
@@ -454,10 +433,7 @@ def test_a_load_that_breaks_in_an_unforeseen_way_ends(
     connector = connect()
     connector._prefill = ENGINE
 
-    def fail(*_: Any) -> None:
-        raise MemoryError
-
-    monkeypatch.setattr(StoredFrame, "decode", fail)
+    monkeypatch.setattr(StoredFrame, "decode", Mock(side_effect=MemoryError))
     assert answered(connector, prompt, deadline_ms=500)[0] == right(tinylm, prompt)
 
 

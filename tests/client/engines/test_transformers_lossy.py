@@ -265,13 +265,12 @@ def test_without_an_answer_about_the_gate_it_counts_as_closed(
 
 def test_an_accuracy_that_is_none_is_refused_by_name(connect: Connect) -> None:
     reader, wrong = connect(), cast("Any", ["exact"])
-    calls: list[Callable[[], object]] = [
-        lambda: connect("lossy"), lambda: reader.load(PROMPT, accuracy=wrong),
-        lambda: reader.generate(PROMPT, greedy(), accuracy=""),
-    ]  # fmt: skip
-    for call in calls:
-        with pytest.raises(InvalidRequestError, match="accuracy"):
-            call()
+    with pytest.raises(InvalidRequestError, match="accuracy"):
+        connect("lossy")
+    with pytest.raises(InvalidRequestError, match="accuracy"):
+        reader.load(PROMPT, accuracy=wrong)
+    with pytest.raises(InvalidRequestError, match="accuracy"):
+        reader.generate(PROMPT, greedy(), accuracy="")
 
 
 def test_a_model_that_keeps_windows_is_read_exactly_only(

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,37 +16,31 @@ import pytest
 import torch
 from helpers.device_frames import use_device
 from helpers.local_server import LocalServer, eventually
-from helpers.paged_engine import TOKEN_IDS, PagedEngine
 from helpers.prompts import tokens as prompt_tokens
 from helpers.server_process import ServerProcess
 from helpers.slow_device import SlowDevice
 from helpers.vllm_pages import (
     BLOCK_TOKENS,
     CHUNK_TOKENS,
-    HYBRID,
-    LATENT,
     SHAPE,
-    SLIDING,
     empty_pages,
     holds,
+    ranks_of,
     representation,
     writer,
 )
-from helpers.vllm_stand_ins import step
+from helpers.vllm_stand_ins import FakeRequest, step
 from helpers.vllm_steps import QUEUE_BYTES, Engine, options
 from typing_extensions import override
 
 from kvstore.cli.__main__ import main
 from kvstore.client import Client
-from kvstore.client.chunk import Shard
 from kvstore.client.cuda import CudaClient
 from kvstore.client.engines import base
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm import worker as vllm_watch
 from kvstore.client.engines.vllm import worker as vllm_worker
 from kvstore.client.engines.vllm.blocks import side_by_side
 from kvstore.client.engines.vllm.device import DeviceSide
-from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.messages import LoadSpec, StepPlan
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.client.engines.vllm.worker import VllmWorker
@@ -62,42 +57,13 @@ CLIENTS = pytest.mark.parametrize("client", [Client, CudaClient], ids=["host", "
 @pytest.fixture
 def start(start: Start) -> Start:
     """Start engines with pages on a device of their own."""
-
-    def make(**settings: object) -> Engine:
-        return start(**{"packing": side_by_side, "device": SlowDevice(), **settings})
-
-    return make
+    return partial(start, on_device=True)
 
 
-@pytest.mark.parametrize("shape", [LATENT, HYBRID, SLIDING], ids=["latent", "hybrid", "sliding"])
-def test_latents_and_windows_in_several_tables_are_stored_and_loaded(
-    start: Start, shape: KVCacheShape
-) -> None:
-    assert start(shape=shape).run("a", PROMPT) == 0
-    reader = start(shape=shape)
-    assert reader.run("b", PROMPT) > 0
-    assert not any(bool(pages[0].any()) for pages in reader.pages[0].values()), "null blocks"
-
-
-def test_engines_on_cpus_and_on_devices_share(start: Start) -> None:
-    start().run("a", PROMPT)
-    assert start(device=None).run("b", PROMPT) == 192
-    other = prompt_tokens(2, 200)
-    start(device=None).run("c", other)
-    assert start(client=CudaClient).run("d", other) == 192
-
-
-@pytest.mark.parametrize(
-    "ranks",
-    [
-        (Shard(kv_heads=((0, 1),)), Shard(kv_heads=((1, 2),))),
-        (Shard(layers=(0, 1)), Shard(layers=(1, 3))),
-    ],
-    ids=["tensor", "pipeline"],
-)
 def test_ranks_of_a_parallel_engine_store_and_load_their_shards(
-    start: Start, ranks: tuple[Shard, ...], monkeypatch: pytest.MonkeyPatch
+    start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    ranks = ranks_of(2, (0, 1), (1, 3))
     start(ranks=ranks, client=CudaClient).run("a", PROMPT)
     engine = start(ranks=ranks, client=CudaClient)
     monkeypatch.setattr(DeviceSide, "_through_host", lambda *_: 0)
@@ -120,9 +86,8 @@ def near(
 def test_chunks_go_into_the_servers_gpu_memory_and_come_out_of_it_without_the_host(
     near: LocalServer, start_at: Start
 ) -> None:
-    straight = {"packing": side_by_side, "device": SlowDevice(), "client": CudaClient}
     for name, hit in (("a", 0), ("b", 192)):
-        engine = start_at(near.address, **straight)
+        engine = start_at(near.address, on_device=True, client=CudaClient)
         assert engine.run(name, PROMPT) == hit
         (worker,) = engine.workers
         assert worker.counted["lost_chunks"] == 0
@@ -133,9 +98,6 @@ def test_chunks_go_into_the_servers_gpu_memory_and_come_out_of_it_without_the_ho
     assert isinstance(side, DeviceSide)
     assert sum(side._down.copied) == 0, "nothing came down"  # type: ignore[attr-defined]
     assert sum(side.reader.copies.copied) == 0, "and nothing went up"  # type: ignore[attr-defined]
-
-
-# --- spec
 
 
 # --- room
@@ -249,111 +211,98 @@ def test_a_damaged_frame_is_computed_again(
     assert holds(other.pages[0], side_by_side, PROMPT[:right], blocks, SHAPE)
 
 
-IDS = [token % TOKEN_IDS for token in PROMPT]
-NEW = 20
-HANGS_S = 10.0
-"""Half of the deadline of these engines."""
-ProcessMaker = Callable[..., ServerProcess]
-Make = Callable[..., PagedEngine]
-
-
 # --- a server that is gone, or hangs
 
 
+HANGS_S = 10.0
+"""Half of the deadline of these engines."""
+
+
 @pytest.fixture
-def process(server_process: ProcessMaker) -> ServerProcess:
+def process(server_process: Callable[..., ServerProcess]) -> ServerProcess:
     made = server_process("--tiers", "cpu", "--cpu", "16MiB")
     made.start()
     return made
 
 
 @pytest.fixture
-def make(request: pytest.FixtureRequest) -> Make:
-    def start(address: str | None, client: type[Client] = CudaClient) -> PagedEngine:
-        engine = PagedEngine(address, client)
-        request.addfinalizer(engine.close)
-        return engine
+def far(process: ServerProcess, start_at: Start) -> Start:
+    """Start engines at that server, where PROMPT is stored."""
+    far: Start = partial(
+        start_at, process.address, on_device=True, opts=options(retry_after_ms=300)
+    )
+    far().run("a", PROMPT)
+    return far
 
-    return start
 
-
-@pytest.fixture
-def right(make: Make, process: ServerProcess) -> dict[str, list[int]]:
-    """What the model says to a prompt, which is stored."""
-    told = make(None).generate({"a": IDS}, NEW)
-    assert make(process.address).generate({"a": IDS}, NEW) == told
-    return told
+def finish(engine: Engine, request: FakeRequest, blocks: list[int], loaded: int) -> bool:
+    """Compute what a load left; return whether the pages have what they had without a store."""
+    request.num_computed_tokens = loaded
+    engine.step(request, blocks, len(PROMPT) - loaded)
+    engine.drain()
+    return holds(engine.pages[0], side_by_side, PROMPT, blocks, SHAPE)
 
 
 @CLIENTS
 def test_a_server_that_is_killed_while_frames_come_costs_no_token(
-    process: ServerProcess, make: Make, right: object, client: type[Client]
+    process: ServerProcess, far: Start, client: type[Client]
 ) -> None:
-    engine = make(process.address, client)
-    assert engine.worker is not None
-    came: list[bool] = []
-    once = threading.Lock()  # several threads note what came
+    engine = far(client=client)
+    (worker,) = engine.workers
+    came, once = list[bool](), threading.Lock()  # several threads note what came
 
     def arrived() -> None:
         came.append(True)
         if once.acquire(blocking=False):
             process.kill()
 
-    engine.worker._note_arrival = arrived  # type: ignore[method-assign]
-    assert engine.generate({"a": IDS}, NEW) == right
+    request, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(len(PROMPT))
+    worker._note_arrival = arrived
+    failed = engine.load(request, blocks, 192)
     assert came
-    lost = engine.worker.counted["lost_chunks"]
-    assert engine.worker.counted["loaded_chunks"] + lost == 3
-    assert engine.hits == {"a": 64 * (3 - lost)}
+    loaded, lost = worker.counted["loaded_chunks"], worker.counted["lost_chunks"]
+    assert loaded + lost == 3
+    assert failed == set(blocks[2 * loaded : 6])
+    assert finish(engine, request, blocks, loaded * CHUNK_TOKENS)
 
 
 @CLIENTS
 @pytest.mark.parametrize("is_killed", [True, False], ids=["killed", "hanging"])
 def test_a_server_that_is_killed_or_hangs_in_a_load_costs_a_hit_and_no_deadline(
-    process: ServerProcess, make: Make, right: object, client: type[Client],
-    is_killed: bool, monkeypatch: pytest.MonkeyPatch,
+    process: ServerProcess, far: Start, client: type[Client], is_killed: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
-    engine = make(process.address, client)
-    engine.generate({"warm": IDS[::-1]}, 1)  # so it is connected
-    worker, began_s = engine.worker, list[float]()
-    assert worker is not None
+    engine = far(client=client)
+    engine.run("warm", prompt_tokens(2, 100))  # so it is connected
+    (worker,) = engine.workers
+    request, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(len(PROMPT))
     if is_killed:
-        monkeypatch.setattr(vllm_watch, "QUIET_S", 60.0)  # it is not looked after: the end tells
-    load = worker.load
-
-    def stopped(plan: StepPlan) -> None:
-        if plan.loads:
-            process.send_signal(signal.SIGSTOP)
-        load(plan)
-        if plan.loads:
-            assert eventually(lambda: worker._loading == 1 and worker._loader._queue.empty())
-            time.sleep(0.05)  # its question is on the way
-            began_s.append(time.monotonic())
-            if is_killed:
-                process.kill()
-
-    monkeypatch.setattr(worker, "load", stopped)
+        monkeypatch.setattr(vllm_worker, "QUIET_S", 60.0)  # it is not looked after: the end tells
+    process.send_signal(signal.SIGSTOP)
+    killer = threading.Timer(0.2, process.kill)  # the load's question is on the way by then
+    began_s = time.monotonic()
     try:
-        assert engine.generate({"a": IDS}, NEW) == right
+        if is_killed:
+            killer.start()
+        assert engine.load(request, blocks, 192) == set(blocks[:6])
     finally:
         if not is_killed:
             process.send_signal(signal.SIGCONT)
-    assert time.monotonic() - began_s[0] < HANGS_S
-    assert engine.hits["a"] == 0
+    assert time.monotonic() - began_s < HANGS_S
     assert worker.counted["lost_chunks"] == 3
     assert sum(worker._connector.stats().load_errors.values()) > 0
     assert engine.scheduler._desk.is_down
+    assert finish(engine, request, blocks, 0)
 
 
 # --- a request that is aborted
 
 
 def test_nothing_writes_to_the_blocks_of_an_aborted_load_once_it_was_told_to_be_over(
-    start: Callable[..., Engine],
+    start: Start,
 ) -> None:
-    of_device = {"packing": side_by_side, "client": CudaClient}
-    start(device=SlowDevice(), **of_device).run("a", PROMPT)
-    engine = start(device=SlowDevice(), **of_device)
+    start().run("a", PROMPT)
+    engine = start(client=CudaClient)
     (worker,) = engine.workers
     asked, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(len(PROMPT))
     gate, read = threading.Event(), worker._side.read
@@ -400,8 +349,7 @@ def refusal(
         worker = VllmWorker(Connector(client), SHAPE, QUEUE_BYTES, device=device)
         request.addfinalizer(worker.close)
         reason = worker.register(pages, write)
-        spec = LoadSpec("a", (ChainDigest(bytes(32)),), ((3, 4),))
-        plan = StepPlan((spec,))
+        plan = StepPlan((LoadSpec("a", (ChainDigest(bytes(32)),), ((3, 4),)),))
         worker.save_before_overwrite(plan)
         worker.load(plan)
         worker.store(plan)
@@ -420,18 +368,15 @@ def refusal(
 Refusal = Callable[[SlowDevice, dict[str, torch.Tensor], Any], str]
 
 
-class NeedsCupy(SlowDevice):
-    """Allocates as a CUDA device does."""
-
-    @override
-    def allocate(self, size_bytes: int) -> torch.Tensor:
-        import_cupy()
-        return super().allocate(size_bytes)
-
-
 def test_an_engine_without_cupy_is_told_what_to_install(
     refusal: Refusal, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    class NeedsCupy(SlowDevice):
+        @override
+        def allocate(self, size_bytes: int) -> torch.Tensor:
+            import_cupy()
+            return super().allocate(size_bytes)
+
     monkeypatch.setitem(sys.modules, "cupy", None)
     reason = refusal(NeedsCupy(), empty_pages(), writer(side_by_side))
     assert "TierUnavailableError" in reason
@@ -492,6 +437,3 @@ def test_why_an_engine_has_no_store_is_explained_by_a_server_that_comes_later_to
     assert eventually(lambda: said in explained(process.address, capsys)), "to each that comes"
     side.close()
     assert eventually(lambda: "kvstore-refused" not in [one.name for one in threading.enumerate()])
-
-
-# --- a gpu tier elsewhere

@@ -23,6 +23,7 @@ from helpers.vllm_pages import (
     compute,
     empty_pages,
     holds,
+    ranks_of,
     representation,
     scrambled,
     writer,
@@ -31,7 +32,7 @@ from helpers.vllm_stand_ins import FakeRequest, step
 from helpers.vllm_steps import QUEUE_BYTES, Engine, options, positions
 
 from kvstore.client import Client
-from kvstore.client.chunk import Chunk, Shard
+from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm import worker as vllm_worker
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
@@ -50,12 +51,34 @@ PROMPT, OTHER = prompt_tokens(1, 200), prompt_tokens(2, 200)
 # --- loads
 
 
-def test_what_one_engine_computed_another_loads_however_it_packs(start: Start) -> None:
-    for engine, hit in ((start(), 0), (start(), 192), (start(packing=BLOCK_LAYOUTS[1]), 192)):
-        assert engine.run("a", PROMPT) == hit
-        assert engine.scheduler._tracked == {}, "nothing is kept of requests that ended"
-    assert start().matched(FakeRequest("b", PROMPT), computed=192) == 0
-    unwilling = FakeRequest("c", PROMPT, skip_reading_prefix_cache=True)
+@pytest.mark.parametrize("on_device", [False, True], ids=["host", "device"])
+@pytest.mark.parametrize(
+    "shape", [SHAPE, HYBRID, SLIDING, LATENT], ids=["full", "hybrid", "window", "mla"]
+)
+def test_what_one_engine_computed_another_loads(
+    start: Start, shape: KVCacheShape, on_device: bool
+) -> None:
+    where = {"shape": shape, "on_device": on_device}
+    assert start(**where).run("a", PROMPT) == 0
+    reader = start(**where)
+    assert reader.run("b", PROMPT) == 192
+    assert shape is SHAPE or not any(bool(pages[0].any()) for pages in reader.pages[0].values()), (
+        "null blocks"
+    )
+    assert start(**where).run("c", PROMPT[:150]) == 128
+    assert reader.scheduler._tracked == {}, "nothing is kept of requests that ended"
+
+
+def test_packings_and_places_of_pages_share_and_what_is_cached_or_not_wanted_is_not_loaded(
+    start: Start,
+) -> None:
+    start().run("a", PROMPT)
+    assert start(packing=BLOCK_LAYOUTS[1]).run("b", PROMPT) == 192
+    assert start(on_device=True).run("c", PROMPT) == 192
+    start(on_device=True).run("d", OTHER)
+    assert start().run("e", OTHER) == 192
+    assert start().matched(FakeRequest("f", PROMPT), computed=192) == 0
+    unwilling = FakeRequest("g", PROMPT, skip_reading_prefix_cache=True)
     assert start().matched(unwilling) == 0
 
 
@@ -140,25 +163,18 @@ def test_a_preempted_request_loads_what_was_stored_of_it(start: Start) -> None:
     assert positions(engine.step(request, again, 72)) == [128]
 
 
-def test_stores_beyond_the_queue_are_dropped_from_the_end_and_counted(start: Start) -> None:
-    chunk_bytes = 3 * 2 * CHUNK_TOKENS * HEADS * HEAD_DIM * 4
-    engine = start(queue_bytes=2 * chunk_bytes)
-    engine.run("a", PROMPT)
-    assert engine.workers[0].counted["dropped_chunks"] == 1
-    assert engine.workers[0].counted["stored_chunks"] == 2
-    assert start().run("b", PROMPT) == 128
-
-
-@pytest.mark.parametrize("ranks", [(None,), (Shard(kv_heads=((0, 1),)), Shard(kv_heads=((1, 2),)))])
-def test_what_any_rank_did_not_store_is_stored_when_it_is_computed_again(
-    start: Start, ranks: tuple[Shard | None, ...]
+@pytest.mark.parametrize(("ranks", "room"), [(1, 2), (1, 1), (2, 1)])
+def test_stores_beyond_any_ranks_queue_are_dropped_from_the_end_and_stored_when_computed_again(
+    start: Start, ranks: int, room: int
 ) -> None:
-    engine = start(ranks=ranks)
-    engine.workers[-1]._queue_bytes = 1  # one chunk, the least
+    engine = start(ranks=ranks_of(ranks))
+    last = engine.workers[-1]
+    last._queue_bytes = room * 3 * 2 * CHUNK_TOKENS * HEADS // ranks * HEAD_DIM * 4
     engine.run("a", PROMPT)
+    assert (last.counted["stored_chunks"], last.counted["dropped_chunks"]) == (room, 3 - room)
     engine.tell()
-    engine.workers[-1]._queue_bytes = QUEUE_BYTES
-    assert engine.run("b", PROMPT) == CHUNK_TOKENS
+    last._queue_bytes = QUEUE_BYTES
+    assert engine.run("b", PROMPT) == room * CHUNK_TOKENS
     assert start().run("c", PROMPT) == 192
 
 
@@ -316,20 +332,11 @@ def test_an_engine_that_is_refused_counts_each_request_as_a_miss_for_its_reason(
     refused.close()
 
 
-# --- waiting for answers
+# --- several block tables, windows and latents
 
 
 def tables(engine: Engine, tokens: int, computed: int = 0) -> Tables:
     return engine.room_for(tokens, computed)  # type: ignore[return-value]
-
-
-@pytest.mark.parametrize("shape", [HYBRID, SLIDING, LATENT], ids=["hybrid", "window", "mla"])
-def test_what_one_engine_computed_another_loads(start: Start, shape: KVCacheShape) -> None:
-    assert start(shape=shape).run("a", PROMPT) == 0
-    reader = start(shape=shape)
-    assert reader.run("b", PROMPT) == 192
-    assert not any(bool(pages[0].any()) for pages in reader.pages[0].values()), "null blocks"
-    assert start(shape=shape).run("c", PROMPT[:150]) == 128
 
 
 @pytest.mark.parametrize("shape", [HYBRID, SLIDING], ids=["hybrid", "window"])
@@ -447,19 +454,11 @@ def test_hints_and_costs_go_with_what_is_stored(start: Start) -> None:
 # --- ranks keep one copy of each chunk, whoever stored it
 
 
-def ranks(tensor: int, *stages: tuple[int, int]) -> list[Shard | None]:
-    return [
-        Shard.of_rank(representation(), rank, tensor, layers)
-        for layers in stages or (None,)
-        for rank in range(tensor)
-    ]
-
-
-ENGINES: dict[str, list[Shard | None]] = {
-    "one": [None],
-    "tp4": ranks(4),
-    "pp2": ranks(1, (0, 1), (1, 3)),
-    "tp2pp2": ranks(2, (0, 2), (2, 3)),
+ENGINES = {
+    "one": ranks_of(1),
+    "tp4": ranks_of(4),
+    "pp2": ranks_of(1, (0, 1), (1, 3)),
+    "tp2pp2": ranks_of(2, (0, 2), (2, 3)),
 }
 """Of a model of three layers and two heads."""
 
@@ -472,7 +471,7 @@ def test_what_any_ranks_stored_any_others_load(start: Start, writer: str) -> Non
 
 
 def test_a_chunk_that_a_rank_did_not_store_is_no_hit(start: Start) -> None:
-    engine = start(ranks=ranks(2))
+    engine = start(ranks=ranks_of(2))
     engine.workers[1].refuse("it has its reasons")
     engine.run("a", PROMPT)
     start().arrived("b", PROMPT)
@@ -480,7 +479,7 @@ def test_a_chunk_that_a_rank_did_not_store_is_no_hit(start: Start) -> None:
 
 def test_a_rank_that_could_not_read_a_chunk_fails_its_blocks_for_all(start: Start) -> None:
     start().run("a", PROMPT)
-    engine = start(ranks=ranks(2))
+    engine = start(ranks=ranks_of(2))
     request, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(200)
     client = engine.workers[1]._connector.client
     client.delete(keys=client.keys(PROMPT)[2:])
@@ -491,7 +490,7 @@ def test_what_the_slowest_rank_did_not_read_is_stored_again_whoever_says_so_last
     start: Start,
 ) -> None:
     start(shape=SHAPE).run("a", PROMPT)
-    engine = start(ranks=ranks(2))
+    engine = start(ranks=ranks_of(2))
     request, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(200)
     engine.scheduler.on_alloc(request, 192, [blocks])
     for chunks in (1, 2):  # of three; the second rank says so a step later

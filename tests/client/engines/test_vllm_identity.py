@@ -84,12 +84,11 @@ def test_settings_that_change_the_kv_change_the_identity(model: Path) -> None:
 
 def test_a_file_of_scales_is_what_it_holds(model: Path, tmp_path: Path) -> None:
     scales = tmp_path / "scales.json"
-    found = []
-    for text in ("1.0", "2.0"):
-        scales.write_text(text)
-        images = SimpleNamespace(mm_encoder_fp8_scale_path=str(scales))
-        found.append(identity(engine_config(model, multimodal_config=images)))
-    assert found[0] != found[1]
+    images = SimpleNamespace(mm_encoder_fp8_scale_path=str(scales))
+    scales.write_text("1.0")
+    before = identity(engine_config(model, multimodal_config=images))
+    scales.write_text("2.0")
+    assert identity(engine_config(model, multimodal_config=images)) != before
 
 
 def test_the_ranks_and_stages_of_any_engine_share_the_identity_of_the_model(model: Path) -> None:
@@ -300,38 +299,30 @@ def test_an_adapter_whose_files_change_under_the_engine_is_refused_from_then_on(
 # --- block tables
 
 
-def step(
-    new: dict[str, list[int]] | None = None, more: dict[str, list[int] | None] | None = None,
+def follow(
+    tables: FollowedTables, new: dict[str, list[int]], more: dict[str, list[int] | None],
     resumed: Sequence[str] = (), over: Sequence[str] = (),
-) -> Any:  # fmt: skip
-    """vllm.v1.core.sched.output.SchedulerOutput of 0.26, for one block table a request."""
-    more = more or {}
+) -> None:  # fmt: skip
+    """Take in a SchedulerOutput of vLLM 0.26, with one block table a request."""
     cached = SimpleNamespace(
         req_ids=list(more), resumed_req_ids=set(resumed),
         new_block_ids=[None if blocks is None else (blocks,) for blocks in more.values()],
     )  # fmt: skip
-    first = [SimpleNamespace(req_id=a, block_ids=(b,)) for a, b in (new or {}).items()]
-    return SimpleNamespace(
+    first = [SimpleNamespace(req_id=name, block_ids=(ids,)) for name, ids in new.items()]
+    tables.follow(SimpleNamespace(
         finished_req_ids=set(over), scheduled_new_reqs=first, scheduled_cached_reqs=cached
-    )
+    ))  # fmt: skip
 
 
-def test_a_request_has_the_blocks_of_all_its_steps_and_none_once_it_is_over() -> None:
+def test_a_request_has_the_blocks_it_was_given_until_it_is_over_or_given_others() -> None:
     given, tables = [1, 2], FollowedTables()
-    tables.follow(step(new={"a": given, "b": [7]}))
-    tables.follow(step(more={"a": [3], "b": None, "unknown": [4]}))
+    follow(tables, {"a": given, "b": [7]}, {})
+    follow(tables, {}, {"a": [3], "b": None, "unknown": [4]})
     assert (tables.of("a"), tables.of("b")) == ([[1, 2, 3]], [[7]])
     assert given == [1, 2], "vLLM's own list is left as it is"
     assert list(tables.of("unknown")) == []
-    tables.follow(step(over=["a"]))
-    assert (list(tables.of("a")), tables.of("b")) == ([], [[7]])
-
-
-def test_a_request_that_was_preempted_has_the_blocks_it_was_given_anew() -> None:
-    tables = FollowedTables()
-    tables.follow(step(new={"a": [1, 2]}))
-    tables.follow(step(more={"a": [8, 9, 4]}, resumed=["a"]))
-    assert tables.of("a") == [[8, 9, 4]]
+    follow(tables, {}, {"b": [8, 9, 4]}, resumed=["b"], over=["a"])
+    assert (list(tables.of("a")), tables.of("b")) == ([], [[8, 9, 4]])
 
 
 def test_ranks_of_which_one_read_lossy_have_read_lossy() -> None:
@@ -364,12 +355,9 @@ def test_settings_that_nobody_knows_or_that_are_none_are_refused_by_name(
         VllmSettings.of(extra)
 
 
-def test_the_speed_of_an_engine_is_a_setting() -> None:
+def test_the_speed_of_an_engine_is_a_setting_and_chunks_are_whole_blocks() -> None:
     assert VllmSettings.of({}).prefill is None
     assert VllmSettings.of({"prefill_token_us": 50}).prefill == PrefillModel(0.0, 50e-6)
-
-
-def test_chunks_are_whole_blocks_and_others_are_refused() -> None:
     for chosen, block, expected in ((0, 16, 256), (0, 96, 288), (64, 32, 64)):
         assert VllmSettings(chunk_tokens=chosen).chunk_tokens_for(block) == expected
     with pytest.raises(InvalidRequestError, match="multiple of the block size, 32"):
@@ -412,26 +400,20 @@ def stating(stated: object) -> FakeRequest:
 
 
 def test_hints_are_what_the_user_states_and_how_long_the_prompt_is() -> None:
-    assert stated_of(FakeRequest("a", [1]), 0) == (NO_HINTS, 0)
+    assert stated_of(FakeRequest("a", [1]), 900) == (NO_HINTS, 900), "with the usual deadline"
     assert stated_of(stating(None), 0) == (Hints(prompt_tokens=20), 0)
     stated = {"reuse": 2, "category": "chat", "priority": 70, "first_token_ms": 300}
-    assert stated_of(stating(stated), 0) == (Hints(Reuse.keep, 70, 0, 0, "chat", 20), 300)
+    assert stated_of(stating(stated), 900) == (Hints(Reuse.keep, 70, 0, 0, "chat", 20), 300)
 
 
 @pytest.mark.parametrize(
-    "stated", [{"reuze": 1}, {"priority": 500}, "keep", {"prompt_tokens": 3}, {"category": []}]
-)
-def test_what_is_no_hint_is_refused(stated: object) -> None:
-    with pytest.raises(InvalidRequestError):
+    ("stated", "words"),
+    [
+        ({"reuze": 1}, None), ({"priority": 500}, None), ("keep", None),
+        ({"prompt_tokens": 3}, None), ({"category": []}, None),
+        *(({"first_token_ms": wrong}, "first_token_ms") for wrong in (-1, 1.5, True, 1 << 40)),
+    ],
+)  # fmt: skip
+def test_what_is_no_hint_and_no_deadline_is_refused(stated: object, words: str | None) -> None:
+    with pytest.raises(InvalidRequestError, match=words):
         stated_of(stating(stated), 0)
-
-
-def test_a_deadline_is_the_requests_own_or_the_usual_one() -> None:
-    assert stated_of(stating({"first_token_ms": 300}), 900)[1] == 300
-    assert stated_of(FakeRequest("a", [1]), 900)[1] == 900
-
-
-@pytest.mark.parametrize("stated", [-1, 1.5, True, 1 << 40])
-def test_what_is_no_deadline_is_refused_by_name(stated: object) -> None:
-    with pytest.raises(InvalidRequestError, match="first_token_ms"):
-        stated_of(stating({"first_token_ms": stated}), 0)

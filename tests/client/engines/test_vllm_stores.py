@@ -7,9 +7,9 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
-import torch
 from helpers.local_server import LocalServer, eventually
 from helpers.prompts import tokens as prompt_tokens
 from helpers.vllm_pages import BLOCK_TOKENS
@@ -20,8 +20,6 @@ from kvstore.client.engines.vllm.blocks import BlockGather, Staged
 from kvstore.client.engines.vllm.messages import LoadSpec, Role, taken_blocks
 
 Start = Callable[..., Engine]
-
-
 PROMPT, OTHER = prompt_tokens(1, 200), prompt_tokens(2, 200)
 
 
@@ -58,8 +56,7 @@ def test_blocks_that_a_load_gets_are_copied_before_it_begins(start: Start) -> No
         engine.scheduler.on_alloc(other, 192, [blocks])
         plan = engine.scheduler.build_plan(step(), lambda _: [])
         engine.workers[0].save_before_overwrite(plan)
-        for whole in engine.pages[0].values():
-            whole[torch.tensor(blocks)] = 9.0  # as far as the load might have come
+        engine.wipe(blocks, value=9.0)  # as far as the load might have come
     assert engine.workers[0].settled(20.0)
     assert start().run("d", PROMPT) == 192
 
@@ -105,13 +102,10 @@ def test_a_step_waits_for_a_copy_that_is_under_way(
 def test_a_copy_that_fails_is_not_stored_and_harms_no_step(
     start: Start, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def fails(copied: BlockGather, tables: list[list[int]]) -> Staged | None:
-        raise MemoryError
-
     engine = start()
     blocks = engine.blocks(200)
     with monkeypatch.context() as patched:
-        patched.setattr(BlockGather, "take", fails)
+        patched.setattr(BlockGather, "take", Mock(side_effect=MemoryError))
         with held(engine):
             engine.computed("a", PROMPT, blocks)
             engine.computed("b", OTHER, blocks)
@@ -126,10 +120,8 @@ def test_however_blocks_go_round_what_is_stored_is_what_was_computed(start: Star
     prompts = [prompt_tokens(number, 200) for number in range(6)]
     for number, tokens in enumerate(prompts):
         with held(engine):
-            for name in ("first", "second"):
-                blocks = choose.sample(pool, 7)
-                part = tokens if name == "first" else prompt_tokens(100 + number, 130)
-                engine.computed(f"{name}{number}", part, blocks)
+            for name, part in ("first", tokens), ("second", prompt_tokens(100 + number, 130)):
+                engine.computed(f"{name}{number}", part, choose.sample(pool, 7))
             if choose.random() < 0.5:  # a step of a request that goes on beside it
                 engine.workers[0].save_before_overwrite(
                     engine.scheduler.build_plan(step(x=1), lambda _: [])

@@ -28,7 +28,7 @@ from helpers.vllm_steps import QUEUE_BYTES, Engine, options
 
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.vllm import worker as vllm_watch
+from kvstore.client.engines.vllm import worker as vllm_worker
 from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
 from kvstore.client.engines.vllm.messages import LoadSpec, Role, StepPlan
 from kvstore.client.engines.vllm.worker import VllmWorker
@@ -43,13 +43,10 @@ HANGS_S = 10.0
 
 
 @pytest.fixture
-def process(tmp_path: Path) -> Iterator[ServerProcess]:
-    tmp_path.chmod(0o700)
-    flags = ("--tiers", "cpu", "--cpu", "16MiB", "--bulk", "127.0.0.1:0", "--log-level", "error")
-    server = ServerProcess(tmp_path, *flags)
+def process(server_process: Callable[..., ServerProcess]) -> ServerProcess:
+    server = server_process("--tiers", "cpu", "--cpu", "16MiB", "--bulk", "127.0.0.1:0")
     server.start()
-    yield server
-    server.kill()
+    return server
 
 
 def over(transport: Any) -> ClientOptions:
@@ -58,12 +55,11 @@ def over(transport: Any) -> ClientOptions:
 
 @pytest.mark.parametrize("transport", ["shm", "tcp", "grpc"])
 def test_a_server_stopped_between_lookup_and_load_costs_no_deadline_and_is_asked_no_more(
-    process: ServerProcess, transport: str
+    process: ServerProcess, start_at: Callable[..., Engine], transport: str
 ) -> None:
-    engine = Engine(process.address, opts=over(transport))
+    engine = start_at(process.address, opts=over(transport))
     engine.run("a", PROMPT)
-    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
-    assert engine.matched(request) == 192
+    request, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(200)
     process.send_signal(signal.SIGSTOP)
     try:
         began = time.monotonic()
@@ -79,10 +75,8 @@ def test_a_server_stopped_between_lookup_and_load_costs_no_deadline_and_is_asked
         return engine.matched(FakeRequest("c", PROMPT)) == 192
 
     assert eventually(is_back), "the server is used again"
-    again = FakeRequest("d", PROMPT)
-    assert engine.matched(again) == 192
+    again = engine.arrived("d", PROMPT, hit=192)
     assert engine.load(again, engine.blocks(200), 192) == set()
-    engine.close()
 
 
 def test_neither_a_start_nor_a_load_waits_for_a_server_that_hung_before(
@@ -104,20 +98,6 @@ def test_neither_a_start_nor_a_load_waits_for_a_server_that_hung_before(
     finally:
         process.send_signal(signal.SIGCONT)
     worker.close()
-
-
-def test_a_server_that_nothing_comes_from_any_more_costs_no_deadline(server: LocalServer) -> None:
-    link = SlowLink(int(server.address.rpartition(":")[2]))
-    engine = Engine(link.address, opts=over("grpc"))
-    engine.run("a", PROMPT)
-    request, blocks = FakeRequest("b", PROMPT), engine.blocks(200)
-    assert engine.matched(request) == 192
-    link.bytes_per_s = 1.0
-    began = time.monotonic()
-    assert engine.load(request, blocks, 192) == set(blocks[:6])
-    assert time.monotonic() - began < HANGS_S
-    link.close()
-    engine.close()
 
 
 # --- who hangs, and who does not
@@ -202,8 +182,8 @@ def test_it_asks_again_until_the_load_is_over_unless_something_comes_all_the_tim
 
     engine.run("stored", PROMPT)
     engine.workers[0]._watcher.submit(int).result(20.0)  # a session that opens is watched, too
-    monkeypatch.setattr(vllm_watch, "AGAIN_S", 0.01)
-    monkeypatch.setattr(vllm_watch, "wait", waiting)
+    monkeypatch.setattr(vllm_worker, "AGAIN_S", 0.01)
+    monkeypatch.setattr(vllm_worker, "wait", waiting)
     monkeypatch.setattr(Client, "end_if_hung", ask)
     monkeypatch.setattr(engine.workers[0]._connector, "read_into", read)
     request = engine.arrived("read", PROMPT, hit=192)
@@ -245,7 +225,7 @@ def test_loads_behind_one_that_came_short_wait_no_deadline_more(
     assert load("after", THIRD, late_s) == (0, 1)
 
 
-# --- requests with a deadline: what loads too slowly is computed
+# --- behind a slow link
 
 
 LONG = prompt_tokens(1, 400)
@@ -268,6 +248,21 @@ def behind(link: SlowLink, start_at: Callable[..., Engine]) -> Callable[..., Eng
         return start_at(link.address, role=Role(**role), opts=GRPC)
 
     return make
+
+
+def test_a_server_that_nothing_comes_from_any_more_costs_no_deadline(
+    behind: Callable[..., Engine], link: SlowLink
+) -> None:
+    engine = behind()
+    engine.run("a", PROMPT)
+    request, blocks = engine.arrived("b", PROMPT, hit=192), engine.blocks(200)
+    link.bytes_per_s = 1.0
+    began = time.monotonic()
+    assert engine.load(request, blocks, 192) == set(blocks[:6])
+    assert time.monotonic() - began < HANGS_S
+
+
+# --- requests with a deadline: what loads too slowly is computed
 
 
 def with_deadline(name: str, stated: object) -> FakeRequest:

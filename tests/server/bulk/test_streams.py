@@ -72,21 +72,6 @@ def get_of(terms: Terms, digests: bytes, request: int = 1, **other: Any) -> pb.S
     return pb.StreamMessage(request=request, get=pb.GetRequest(digests=digests, **asked))
 
 
-def test_frames_come_in_order_and_end_with_their_number(
-    client: Client, caller: StreamCaller, terms: Terms
-) -> None:
-    keys = store(client, 1, 2)
-    caller.say(get_of(terms, b"".join(key[16:] for key in keys) + bytes(16)))
-    for number, key in enumerate(keys):
-        frame = frame_of(key, SMALL).tobytes()
-        message, payload = caller.hear()
-        assert message == part(1, len(frame), 0, number, "cpu")
-        # All but the chain of the chunk, which frame_of does not know, is the same.
-        assert len(payload) == len(frame)
-        assert payload[-1000:] == frame[-1000:]
-    assert caller.hear() == (done(1, 2), b"")
-
-
 BAD_GETS: list[tuple[dict[str, Any], str]] = [
     ({"deadline_ms": 1 << 31}, "InvalidRequestError: deadline_ms"),
     ({"lease_id": 5}, "LeaseExpiredError"),

@@ -1,8 +1,10 @@
-"""What another server has in memory is a hit here, right or not at all, and soon or not at all."""
+"""What another server has in memory is a hit here, right and soon or not at all."""
 
 from __future__ import annotations
 
 import math
+import socket
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
@@ -14,23 +16,26 @@ import numpy as np
 import pytest
 from contracts.bad_puts import changed
 from helpers.credentials import Authority, KeyRing
-from helpers.fake_peer import FakePeer, Lie, Message, asking, is_found, is_part, refusal
+from helpers.fake_peer import FakePeer, Lie, Message, asking, is_found, is_part, other, refusal
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, assert_reads, chunks_of, frame_of, keys_of, outcomes, store
 from helpers.redis_process import RedisProcess
-from helpers.stream_messages import ready
+from helpers.stream_messages import part, ready
 
 from kvstore.client import Client, ClientOptions
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.bulk import found_rows
-from kvstore.proto.errors import InvalidRequestError, TierUnavailableError
+from kvstore.proto.errors import (
+    InvalidRequestError,
+    TierUnavailableError,
+)
 from kvstore.proto.frame import parse_header
 from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout, PutOutcome
 from kvstore.server.cluster.membership import NodeAddress
 from kvstore.server.cluster.peer_connections import dial_peer, key_metadata
 from kvstore.server.cluster.peer_tier import CHECK_AGAIN_S, CHECKED_AGAIN, KNOWN_S, PeerTier
-from kvstore.server.cluster.peers import BARRED_S, MAX_FAULTS, PeerNode
+from kvstore.server.cluster.peers import BARRED_S, MAX_FAULTS, PeerChunk, PeerNode, Peers
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import Limits
 from kvstore.server.store.lookup import MAX_PEER_QUERIES
@@ -124,8 +129,8 @@ def test_a_chain_that_two_nodes_have_parts_of_is_read_from_both(make_server: Ser
     assert eventually(lambda: is_up(third, 2))
     ones, others = client_of(first), client_of(second)
     keys = keys_of(ones, 1, 6)
-    for writer, part in ((ones, slice(0, 3)), (others, slice(3, 6))):
-        chunks = chunks_of(writer, keys)[part]
+    for writer, half in ((ones, slice(0, 3)), (others, slice(3, 6))):
+        chunks = chunks_of(writer, keys)[half]
         assert outcomes(writer, chunks) == [PutOutcome.stored] * 3
     assert_hits(client_of(third), keys)
     assert (first.counter("peer_served_chunks"), second.counter("peer_served_chunks")) == (3, 3)
@@ -298,6 +303,13 @@ def row_of(size: int, key: bytes) -> bytes:
     return bytes(found.rows[0])
 
 
+def half_and_gone(message: Message) -> Iterator[Message]:
+    word, data = message
+    yield word, data[: len(data) // 2] if is_part(message) else data
+    if is_part(message):
+        raise TierUnavailableError("peer", "gone")
+
+
 def half_and_silence(message: Message) -> list[Message]:
     word, data = message
     if is_part(message):
@@ -313,7 +325,13 @@ LIES: tuple[Lie, ...] = (
     of_parts(lambda word, data: [changed((word, data), offset=1 << 63)]),
     of_parts(lambda word, data: [(word, data)] * 12),
     of_parts(lambda word, data: [(word, data[: len(data) // 2])]),
+    of_parts(lambda word, data: [changed((word, data), offset=10)]),
+    of_parts(lambda word, data: [changed((word, data), index=1)]),
+    of_parts(lambda word, data: [(word, data + b"x")]),
+    of_parts(lambda word, data: [(word, b"")]),
+    of_parts(lambda word, data: [(part(word.request + 1, len(data), 0), data)]),
     of_parts(lambda word, data: [(ready(word.request), b"")]),
+    half_and_gone,
     half_and_silence,
     of_finds(row_of(1, bytes(31) + b"y")),
     of_finds(row_of(1 << 62, bytes(32))),
@@ -343,7 +361,7 @@ def test_what_a_liar_sends_is_a_miss_and_counts_against_it(
     for key in keys:
         assert_reads(reader, [key])
     assert server.counter("peer_corrupt_chunks") >= 2 * 3
-    assert server.counter("peer_invalid_answers") >= 3 * (len(LIES) - 3)
+    assert server.counter("peer_invalid_answers") >= 3 * (len(LIES) - 4)
 
 
 def _is_found_out(peer: PeerNode, reader: Client, keys: list[ChunkKey]) -> bool:
@@ -471,3 +489,103 @@ def test_lookups_beyond_those_that_ask_themselves_have_it_done(make_server: Serv
     for _ in range(MAX_PEER_QUERIES):
         lookup._peer_queries.release()
     assert_hits(reader, store(client_of(first), 2, CHUNKS))
+
+
+# --- peers that end under whoever waits for them
+
+PATIENCE_S = 60.0
+
+
+@pytest.fixture
+def liar() -> FakePeer:
+    return FakePeer({KEY: frame_of(KEY, MEDIUM, 64)})
+
+
+@pytest.fixture
+def peers(liar: FakePeer) -> Iterator[Peers]:
+    with asking(liar, limits=Limits(peer_timeout_ms=600_000, breaker_failures=1)) as peers:
+        yield peers
+
+
+def silent(message: Message) -> list[Message]:
+    return []
+
+
+def test_a_question_that_is_not_answered_ends_with_the_peers(liar: FakePeer, peers: Peers) -> None:
+    peers.step()
+    liar.lie = silent
+    asked, found = liar.finds, list[dict[ChunkKey, PeerChunk]]()
+    asker = threading.Thread(target=lambda: found.append(peers.find([KEY])), daemon=True)
+    asker.start()
+    assert eventually(lambda: liar.finds > asked)
+    peers.close()
+    asker.join(PATIENCE_S)
+    assert found == [{}]
+    assert peers.find([KEY]) == {}
+    peers.close()
+
+
+def test_a_read_that_stands_still_ends_with_the_peers(liar: FakePeer, peers: Peers) -> None:
+    peers.step()
+    (offer,) = peers.find([KEY]).values()
+    begun, ended = threading.Event(), list[object]()
+
+    def keep_silent(message: Message) -> list[Message]:
+        begun.set()
+        return []
+
+    liar.lie = keep_silent
+
+    def read() -> None:
+        ended.append(list(peers.read(offer, frame_of(KEY, MEDIUM, 64), 0)))
+
+    reader = threading.Thread(target=read, daemon=True)
+    reader.start()
+    assert begun.wait(PATIENCE_S)
+    peers.close()
+    reader.join(PATIENCE_S)
+    assert ended == [[]], "without an error"
+
+
+def test_upkeep_that_waits_for_an_answer_ends_with_the_peers(liar: FakePeer, peers: Peers) -> None:
+    liar.lie = silent
+    peers.start("me", 5)
+    assert eventually(lambda: liar.dials == 1)
+    peers.close()
+    peers._thread.join(PATIENCE_S)
+    assert not peers._thread.is_alive()
+    assert not any(peer.session for peer in peers.known())
+
+
+def test_a_silent_peer_takes_no_time_from_others_that_have_to_be_connected_too() -> None:
+    counters, frames = Counters(), {KEY: frame_of(KEY, MEDIUM, 64)}
+    fakes = [FakePeer(frames) for _ in range(3)]
+    limits = Limits(peer_timeout_ms=450, breaker_failures=1)
+    with (
+        socket.create_server(("127.0.0.1", 0)) as listener,
+        asking(*fakes, counters=counters, limits=limits) as peers,
+    ):
+        where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
+        for peer, fake in zip(peers.known(), fakes, strict=True):
+            told = fake.dial("", "", 1.0)
+            peer.open_session(other(told, bulk_address=where) if fake is fakes[0] else told)
+        first, *others = peers.known()
+        assert set(peers.find([KEY])[KEY].peers) == set(others)
+        assert [peer.is_up for peer in (first, *others)] == [False, True, True]
+        assert counters["peer_failures"] == 1
+
+
+def test_a_peer_for_which_no_time_is_left_is_not_blamed() -> None:
+    now, counters = [100.0], Counters()
+
+    def ticks() -> float:
+        now[0] += 0.15  # of a timeout of 0.2: the first has its turn
+        return now[0]
+
+    limits = Limits(peer_timeout_ms=200, breaker_failures=1)
+    fakes = [FakePeer({}) for _ in range(3)]
+    with asking(*fakes, counters=counters, clock=ticks, limits=limits) as peers:
+        for peer, fake in zip(peers.known(), fakes, strict=True):
+            peer.open_session(fake.dial("", "", 1.0))
+        assert peers.find([ChunkKey(bytes(32))]) == {}
+        assert counters["peer_failures"] == 0

@@ -8,31 +8,27 @@ from __future__ import annotations
 import tracemalloc
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import cast
 
-import numpy as np
 import pytest
 from conftest import ServerMaker
-from contracts.chunks import make_info, make_representation
+from contracts.chunks import make_representation
 from contracts.ends import HYBRID as HYBRID_MODEL
 from contracts.ends import TOKENS, chunk_of, put_ends
 from contracts.policy import digest, info, key
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
-from helpers.prompts import equal, keys_of, outcomes, tokens
+from helpers.prompts import equal, keys_of, tokens
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule, run_state_machine_as_test
 
-from kvstore.client import Chunk, Client
+from kvstore.client import Client
 from kvstore.client.chunk_puts import layout_of
-from kvstore.codecs.base import ChunkTensors, Part
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.key_table import NO_ROW
 from kvstore.proto.types import (
     DIGEST_BYTES,
-    ROOT,
     Accuracy,
     ChunkInfo,
     ChunkKey,
@@ -252,20 +248,6 @@ def keys_at(index: ChunkIndex, asked: list[int], least: Accuracy = Accuracy.exac
     return [index.key(row) for row in rows.tolist()]
 
 
-def test_a_copy_is_described_as_it_was_told(index: ChunkIndex) -> None:
-    told = replace(
-        make_info(7, 123),
-        parent=digest(3),
-        codec_id=9,
-        accuracy=Accuracy.approximate,
-        prefill_flops=2.5,
-    )
-    row = add(index, "redis", told)
-    assert index.info("redis", row) == told
-    first = replace(told, key=key(1), parent=ROOT, accuracy=Accuracy.exact)
-    assert index.info("cpu", add(index, "cpu", first)) == first
-
-
 def test_a_row_that_is_given_again_remembers_nothing(index: ChunkIndex) -> None:
     row = add(index, "disk", replace(info(1), prefill_flops=3.0))
     index.hits[row] = 1
@@ -354,32 +336,6 @@ def test_a_state_that_came_later_survives_a_restart(make_server: ServerMaker) ->
     found = again.get_chunks(keys)
     assert len(found) == 2, "behind the state nobody could go on"
     assert equal(found[1], chunk_of(again, keys, 1, "ws").tensors)  # type: ignore[arg-type]
-
-
-def finite(chunk: Chunk) -> Chunk:
-    """Return the chunk with numbers from 1 to 2 in its attention."""
-    for parts in cast("ChunkTensors", chunk.tensors)[0]:
-        for part in parts:
-            part[...] = part & 0x7F | 0x3F80
-    return chunk
-
-
-def test_a_tier_with_loss_keeps_states_as_they_are(make_server: ServerMaker) -> None:
-    server = make_server("--codec", "disk=kivi:8")
-    client = server.connect("auto", HYBRID_MODEL)
-    keys = keys_of(client, 1, 2)
-    chunks = [finite(chunk_of(client, keys, at, ends)) for at, ends in enumerate(("w", "ws"))]
-    assert outcomes(client, chunks) == [stored, stored]
-    server.settled()
-    copies = server.node.store.catalog.copies(keys[1])
-    assert copies["disk"].accuracy is not Accuracy.exact
-    assert copies["disk"].layout == copies["cpu"].layout
-    server.leave_memory(keys)
-    assert client.lookup(keys=keys).ready == 0
-    assert client.lookup(keys=keys, accuracy=Accuracy.approximate).ready == 2
-    found = client.get_chunks(keys, accuracy=Accuracy.approximate)
-    for mine, theirs in zip(found[1][2], chunks[1].tensors[2], strict=True):
-        assert np.array_equal(mine[0], cast("Part", theirs[0]))
 
 
 def test_a_copy_with_another_end_than_the_others_is_not_counted(server: LocalServer) -> None:

@@ -53,10 +53,6 @@ def core(clock: FakeClock) -> Iterator[Core]:
         yield core
 
 
-def ready(core: Core, versions: list[Version]) -> int:
-    return core.look_up(versions).ready
-
-
 def here(core: Core, versions: list[Version]) -> list[bool]:
     return ["cpu" in core.tiers_of(version) for version in versions]
 
@@ -68,9 +64,9 @@ def test_a_chunk_is_nobodys_hit_from_the_moment_its_time_is_up(
     core.put(versions[:1])
     core.put(versions[1:], hints=TEN_S)
     clock.advance(9.999)
-    assert ready(core, versions) == 3
+    assert core.look_up(versions).ready == 3
     clock.advance(0.001)
-    assert ready(core, versions) == 1
+    assert core.look_up(versions).ready == 1
     assert core.get(versions) == core.get(versions[:1])
     match = core.look_up(versions, lease=True)
     assert (match.ready, match.pending, match.missing) == (1, 0, 2)
@@ -118,9 +114,9 @@ def test_a_chunk_put_again_lives_on(core: Core, clock: FakeClock) -> None:
     clock.advance(10)
     assert core.put(versions[:1]) == [PutResult(PutOutcome.exists)]
     core.put(versions[1:], hints=TEN_S)
-    assert ready(core, versions) == 2
+    assert core.look_up(versions).ready == 2
     clock.advance(10)
-    assert ready(core, versions) == 1, "the first lives for ever now"
+    assert core.look_up(versions).ready == 1, "the first lives for ever now"
 
 
 def test_a_category_has_its_own_time_to_live_and_a_hint_overrules_it(
@@ -131,7 +127,7 @@ def test_a_category_has_its_own_time_to_live_and_a_hint_overrules_it(
     core.put(longer, hints=Hints(category="batch", ttl_ms=20_000))
     core.put(other, hints=Hints(category="chat"))
     clock.advance(5)
-    assert [ready(core, one) for one in (mine, longer, other)] == [0, 1, 1]
+    assert [core.look_up(one).ready for one in (mine, longer, other)] == [0, 1, 1]
 
 
 def test_a_pin_keeps_chunks_for_its_time(core: Core, clock: FakeClock) -> None:
@@ -155,8 +151,8 @@ def test_what_is_said_at_the_release_is_of_the_chunks_of_the_lease(
     assert core.metadata.hints.expiring == 0, "it was another's to release"
     assert core.store.release(core.session, match.lease_id, TEN_S)
     clock.advance(10)
-    assert ready(core, versions[2:]) == 1
-    assert ready(core, versions) == 0
+    assert core.look_up(versions[2:]).ready == 1
+    assert core.look_up(versions).ready == 0
 
 
 LIES = [

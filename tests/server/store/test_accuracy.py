@@ -62,11 +62,6 @@ def lower_to_disk(core: Core, count: int = 1) -> list[Version]:
     return versions
 
 
-def ready(core: Core, versions: list[Version], least: Accuracy) -> int:
-    match = core.look_up(versions, lease=False, min_accuracy=least)
-    return match.ready
-
-
 def read(core: Core, versions: list[Version], least: Accuracy) -> list[Bytes]:
     """Return the frames that a get delivers."""
     lease_id, known = core.store.open_get(core.session, keys_of(versions), 0)
@@ -195,7 +190,7 @@ class Schedule:
         start = self.draw.randrange(len(self.versions))
         versions = self.versions[start:]
         least = self.draw.choice([Accuracy.exact, Accuracy.bounded, Accuracy.bounded])
-        expected = ready(self.core, versions, least)
+        expected = self.core.look_up(versions, min_accuracy=least).ready
         frames = read(self.core, versions, least)
         assert len(frames) == expected
         for version, frame in zip(versions, frames, strict=False):

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 import time
-from dataclasses import replace
 from types import SimpleNamespace
 from typing import Any
 
@@ -30,7 +28,7 @@ from helpers.prompts import (
 )
 from simulation.core import Core
 
-from kvstore.client import AsyncClient, ClientOptions
+from kvstore.client import ClientOptions
 from kvstore.codecs.base import codec_by_id, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -45,7 +43,6 @@ from kvstore.proto.types import (
     DIGEST_BYTES,
     Accuracy,
     ChunkKey,
-    DType,
     Match,
     Namespace,
     PutOutcome,
@@ -215,23 +212,6 @@ def test_a_tier_that_is_left_alone_is_named_with_the_reason_also_of_a_miss_meanw
     (miss,) = recent(server).recent
     assert miss.state == "tier_down"
     assert miss.reason == "on disk, which is left alone: no answer; stored since"
-
-
-def test_another_identity_of_the_same_tokens_is_named_field_by_field(server: LocalServer) -> None:
-    (group,) = SMALL.layer_groups
-    half = replace(SMALL, layer_groups=(replace(group, dtype=DType.float16),))
-    stored = server.connect("auto", half)
-    store(stored, 1, 3)
-    store(server.connect("auto", other_revision(SMALL)), 7, 2)
-    asker = server.connect()
-    reply = explained(server, keys_of(asker, 1, 3))
-    assert states(reply) == ["other_identity"] * 3
-    assert "layer_groups[0].dtype: float16 stored, bfloat16 asked" in reply.chunks[0].reason
-    first, second = reply.near
-    assert (first.key_namespace, first.same_tokens, first.chunks) == (stored.namespace, True, 3)
-    assert (second.same_tokens, second.chunks) == (False, 2)
-    assert [one.field for one in second.differences] == ["model_revision"]
-    assert explained(server, keys_of(stored, 1, 3)).near == []
 
 
 # --- who may ask what
@@ -507,29 +487,9 @@ def test_a_frame_comes_whole_and_verified_and_looks_are_no_uses(server: LocalSer
     assert equal(tensors, client.get_chunks(keys)[1])
     assert client.frame(client.keys(list(range(5000, 5016)))[0]) is None
     assert [one.hits for one in client.stat(keys=keys, ranks=True)] == [0, 0, 0]
+    with pytest.raises(InvalidRequestError, match="ranks"):
+        client.stat(keys=keys * MAX_RANKED, ranks=True)
     assert server.settled().leases == 0
-
-
-def test_pages_are_in_the_order_of_digests_for_both_clients(server: LocalServer) -> None:
-    keys = store(server.connect("grpc"), 1, 6)
-    digests = sorted(key[DIGEST_BYTES:] for key in keys)
-
-    async def look() -> None:
-        options = ClientOptions("grpc", chunk_tokens=16, deadline_ms=DEADLINE_MS)
-        async with AsyncClient(server.address, SMALL, options) as client:
-            page = await client.list(2, after=digests[1])
-            assert [one.digest for one in page] == digests[2:4]
-            (one,) = await client.list(prefix=digests[5][:6])
-            assert one.digest == digests[5]
-            found = await client.frame(keys[0])
-            assert found is not None
-            assert found[0].key == keys[0]
-            assert await client.clear("disk", dry_run=True) == 6
-            with pytest.raises(InvalidRequestError, match="ranks"):
-                await client.stat(keys=keys * MAX_RANKED, ranks=True)
-
-    server.settled()
-    asyncio.run(look())
 
 
 def test_top_prefixes_are_the_ends_of_what_was_found_most(server: LocalServer) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import closing, contextmanager
 from dataclasses import replace
 from functools import partial
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -14,7 +15,6 @@ from simulation.clock import FakeClock
 from simulation.core import BREAKER_RETRY_S, Core, keys_of, prompt
 from simulation.tiers import SimRedis, no_faults
 from simulation.universe import Version
-from typing_extensions import override
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import (
@@ -39,44 +39,38 @@ VERSIONS = prompt(4)
 KEYS = keys_of(VERSIONS)
 
 
-class AskedRedis(SimRedis):
-    """Remembers which keys it was asked for."""
+@pytest.fixture
+def redis(monkeypatch: pytest.MonkeyPatch) -> SimRedis:
+    redis = SimRedis(TIER_BYTES, no_faults())
+    monkeypatch.setattr(redis, "find", Mock(wraps=redis.find))
+    return redis
 
-    def __init__(self) -> None:
-        super().__init__(TIER_BYTES, no_faults())
-        self.asked: list[list[ChunkKey]] = []
 
-    @override
-    def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
-        self.asked.append(list(keys))
-        return super().find(keys)
+def asked_of(redis: SimRedis) -> list[list[ChunkKey]]:
+    """The keys of each question."""
+    return [list(call.args[0]) for call in redis.find.call_args_list]  # type: ignore[attr-defined]
 
 
 @pytest.fixture
-def redis() -> AskedRedis:
-    return AskedRedis()
-
-
-@pytest.fixture
-def core(redis: AskedRedis, clock: FakeClock) -> Iterator[Core]:
+def core(redis: SimRedis, clock: FakeClock) -> Iterator[Core]:
     with closing(Core([redis], clock=clock)) as core:
         yield core
 
 
 def test_what_a_shared_tier_just_did_not_have_is_not_asked_for_again(
-    core: Core, redis: AskedRedis, clock: FakeClock
+    core: Core, redis: SimRedis, clock: FakeClock
 ) -> None:
     for _ in range(3):
         assert core.look_up(VERSIONS).missing == 4
-    assert redis.asked == [KEYS]
+    assert asked_of(redis) == [KEYS]
     assert core.counters["spared_questions"] == 2
     clock.advance(NEGATIVE_TTL_S)
     core.look_up(VERSIONS)
-    assert redis.asked == [KEYS, KEYS]
+    assert asked_of(redis) == [KEYS, KEYS]
 
 
 def test_a_state_that_another_node_put_takes_the_place_of_a_chunk_without(
-    core: Core, redis: AskedRedis
+    core: Core, redis: SimRedis
 ) -> None:
     catalog, info = core.store.catalog, VERSIONS[0].info
     catalog.needs_ends(Namespace(info.key[:DIGEST_BYTES]), ResumeRequirements(state=True))
@@ -93,33 +87,33 @@ def test_a_state_that_another_node_put_takes_the_place_of_a_chunk_without(
 
 @pytest.mark.parametrize(("there", "asked"), [(15, [16]), (16, [16, 4]), (20, [16, 4])])
 def test_a_long_chain_is_asked_for_in_two_steps_and_its_end_once(
-    core: Core, redis: AskedRedis, there: int, asked: list[int]
+    core: Core, redis: SimRedis, there: int, asked: list[int]
 ) -> None:
     versions = prompt(20)
     for version in versions[:there]:
         redis.others_put(version.info, version.frame)
     for _ in range(2):
         assert core.look_up(versions).ready == there
-        assert list(map(len, redis.asked)) == asked
+        assert list(map(len, asked_of(redis))) == asked
     assert core.counters["spared_questions"] == (there < 20)
 
 
 def test_no_more_absent_chunks_are_remembered_than_the_limit_and_the_oldest_go(
-    core: Core, redis: AskedRedis
+    core: Core, redis: SimRedis
 ) -> None:
     keys = [key(number) for number in range(MAX_NEGATIVE_KEYS + 2)]
     for one in [*keys, keys[-1], keys[2], keys[1]]:
         core.store.lookup(core.session, [one], core.later(), lease=False)
-    assert redis.asked == [[one] for one in [*keys, keys[1]]]
+    assert asked_of(redis) == [[one] for one in [*keys, keys[1]]]
 
 
 def test_what_this_node_puts_is_ready_at_once_and_a_deletion_asks_whatever_was_missed(
-    core: Core, redis: AskedRedis
+    core: Core, redis: SimRedis
 ) -> None:
     assert core.look_up(VERSIONS).ready == 0
     core.put(VERSIONS[:2])
     assert core.look_up(VERSIONS).ready == 2
-    assert redis.asked == [KEYS, KEYS[2:]], "the chain is now missing at another chunk"
+    assert asked_of(redis) == [KEYS, KEYS[2:]], "the chain is now missing at another chunk"
     for version in VERSIONS[2:]:
         redis.others_put(version.info, version.frame)
     assert core.store.delete(KEYS, core.later()) == (4, 0)
@@ -127,7 +121,7 @@ def test_what_this_node_puts_is_ready_at_once_and_a_deletion_asks_whatever_was_m
 
 
 def test_a_shared_tier_that_does_not_answer_makes_no_lookup_fail_and_is_asked_again(
-    core: Core, redis: AskedRedis, clock: FakeClock
+    core: Core, redis: SimRedis, clock: FakeClock
 ) -> None:
     core.put(VERSIONS[:1])
     redis.faults.fail = 1.0

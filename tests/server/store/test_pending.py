@@ -294,10 +294,6 @@ def core() -> Iterator[Core]:
     core.close()
 
 
-def look(core: Core, session: Session, keys: list[ChunkKey]) -> Match:
-    return core.store.lookup(session, keys, core.later(), lease=False)
-
-
 class Waiting:
     """A lookup that waits in a thread."""
 
@@ -308,7 +304,7 @@ class Waiting:
 
     def _run(self, core: Core, session: Session, keys: list[ChunkKey]) -> None:
         core.store.await_puts(keys, core.later(LONG_S))
-        self.match = look(core, session, keys)
+        self.match = core.store.lookup(session, keys, core.later(), lease=False)
 
     def answer(self) -> tuple[int, int]:
         self.thread.join(LONG_S)

@@ -12,19 +12,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from conftest import ServerMaker
 from contracts.policy import info, key
 from golden.history_samples import GATES, OLDER, PATH, VARIANTS, models, packed, saved, sections
 from helpers.documents import (
-    DOCUMENT,
-    HEAD,
-    OTHER_HEAD,
-    TRIAL,
     make_content_index,
-    prompt_of,
-    put_prompt,
 )
-from helpers.local_server import eventually
 from helpers.prompts import SMALL
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -32,9 +24,6 @@ from simulation.clock import FakeClock
 from simulation.core import Core, prompt
 from simulation.tiers import SimDisk, no_faults
 
-from kvstore.client import Client
-from kvstore.client.segments import FoundChunk
-from kvstore.proto.blend import ChunkReport, ContextMass, ReuseReport
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import DIGEST_BYTES, ROOT, Accuracy, ChunkKey, Namespace
@@ -417,36 +406,3 @@ def test_what_is_learned_is_bounded_and_of_the_latest() -> None:
     assert (found[0].key, found[-1].key) == (named(4).key, named(MAX_LEARNED + 3).key)
     index.forget(named(4).key)
     assert named(4).key not in {one.key for one in index.learned()}
-
-
-def _reported(client: Client) -> list[FoundChunk]:
-    """What is found once an engine has reported on it."""
-    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
-    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
-        context = (ContextMass(b"c" * 16, 16, 0.5),)
-        reports = [
-            ChunkReport(one.best.digest, context=context, intra_mass=one.asked.tokens / 2)
-            for one in resolved.chunks()
-        ]
-        client.report_reuse(ReuseReport(chunks=tuple(reports), ratio=0.5))
-    return _found(client)
-
-
-def _found(client: Client) -> list[FoundChunk]:
-    with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
-        return list(resolved.chunks())
-
-
-def _scores(found: list[FoundChunk]) -> list[tuple[float, float, int]]:
-    return [(one.best.context_impact, one.best.overlap, one.best.reports) for one in found]
-
-
-def test_variants_are_scored_after_a_restart_as_before(make_server: ServerMaker) -> None:
-    server = make_server()
-    before = _scores(_reported(server.connect()))
-    assert all(reports == 1 and impact < 1 for impact, _, reports in before)
-    server.settled()
-    server.stop()
-    client = make_server().connect()
-    assert eventually(lambda: len(_found(client)) == 2)
-    assert _scores(_found(client)) == before

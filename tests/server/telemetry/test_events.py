@@ -206,7 +206,7 @@ class Heard:
 
     def __init__(self, pages: Iterator[EventPage]) -> None:
         self._pages = pages
-        self.known: dict[ChunkKey, set[str]] = {}
+        self.known: set[tuple[ChunkKey, str]] = set()
         self.parents: dict[ChunkKey, ChunkKey | None] = {}
         self.tokens: set[int] = set()
         self.place: Place | None = None
@@ -214,7 +214,7 @@ class Heard:
 
     def until(self, keys: list[ChunkKey], *tiers: str) -> None:
         """Read until just these are where they are said to be, and nothing is anywhere else."""
-        wanted = {key: set(tiers) for key in keys} if tiers else {}
+        wanted = {(key, tier) for key in keys for tier in tiers}
         deadline = time.monotonic() + DEADLINE_MS / 1000
         for page in self._pages:
             self.take(page)
@@ -231,10 +231,8 @@ class Heard:
             if event.is_stored:
                 self.parents[event.key] = event.parent
                 self.tokens.add(event.tokens)
-            held = self.known.setdefault(event.key, set())
-            (held.add if event.is_stored else held.discard)(event.tier)
-            if not held:
-                del self.known[event.key]
+            change = self.known.add if event.is_stored else self.known.discard
+            change((event.key, event.tier))
 
 
 @contextmanager

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from contextlib import closing
-from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -16,16 +15,12 @@ from kvstore.codecs.base import REMOVED, codec_by_name
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
     ChunkCorruptError,
-    InvalidRequestError,
-    TierFullError,
     TierUnavailableError,
 )
 from kvstore.proto.frame import NO_ASSET, FrameWriter, check_frame, parse_header
 from kvstore.proto.keys import tokens_le32
 from kvstore.proto.types import ROOT, Accuracy, ChunkInfo, PutOutcome
 from kvstore.server.store.reservations import PutResult
-from kvstore.server.tiering.tier_slot import SpaceRequest
-from kvstore.tiers.base import DEFAULT_TENANT
 
 
 def load(core: Core, version: Version, tier: str = "disk") -> object:
@@ -194,17 +189,6 @@ def on_disk_only(core: Core) -> Version:
     return version
 
 
-def test_a_damaged_copy_is_quarantined_and_leaves_no_room_taken(core: Core, disk: SimDisk) -> None:
-    version = on_disk_only(core)
-    disk.flip(version.info.key, 8 * 700)
-    with pytest.raises(ChunkCorruptError):
-        load(core, version)
-    core.settle()
-    assert core.tiers_of(version) == []
-    assert disk.stats().used_bytes == core.cpu.stats().used_bytes == 0
-    assert core.counters["corrupt_chunks"] == 1
-
-
 def test_right_checksums_over_what_its_codec_cannot_read_are_damage_all_the_same(
     core: Core, disk: SimDisk
 ) -> None:
@@ -283,15 +267,6 @@ def test_a_frame_too_large_for_cpu_memory_is_still_delivered(disk: SimDisk) -> N
         assert frame == version.packed.tobytes()
 
 
-def test_a_load_into_memory_full_of_leases_is_refused_by_the_tier(core: Core) -> None:
-    version = on_disk_only(core)
-    core.put(prompt(12, seed=1))
-    core.store.open_get(core.session, keys_of(prompt(12, seed=1)), 0)
-    with pytest.raises(TierFullError):
-        load(core, version)
-    assert core.catalog.leases.pins.total() == 12
-
-
 def test_an_evicted_chunk_goes_to_the_next_lower_tier_and_comes_back_the_same(
     core: Core, disk: SimDisk
 ) -> None:
@@ -322,16 +297,6 @@ def test_scattered_room_is_won_by_emptying_one_slab() -> None:
         assert core.put([large])[0].reason == ""
         assert core.counters["evicted_chunks"] <= 20
         assert core.get([large]) == frames_of([large])
-
-
-def test_a_frame_larger_than_the_tier_is_refused_before_anything_is_evicted(core: Core) -> None:
-    (version,) = prompt(1)
-    core.put([version])
-    info = replace(version.info, size_bytes=core.cpu.max_frame_bytes + 1)
-    request = SpaceRequest(info, DEFAULT_TENANT, core.later())
-    with pytest.raises(InvalidRequestError, match=r"frame_bytes=\d+: tier 'cpu' takes"):
-        core.moves.eviction.reserve(core.moves.tiers.cpu, request)
-    assert core.tiers_of(version) == ["cpu"]
 
 
 def test_a_demotion_that_takes_too_long_refuses_the_put_and_loses_nothing(gated: GatedDisk) -> None:

@@ -209,14 +209,9 @@ def core(request: pytest.FixtureRequest) -> Iterator[Core]:
         yield core
 
 
-def look(core: Core, versions: list[Version]) -> int:
-    match = core.look_up(versions, lease=False)
-    return match.ready
-
-
 def ask(core: Core, versions: list[Version]) -> None:
     """Look a prompt up and put what is missing of it."""
-    core.put(versions[look(core, versions) :])
+    core.put(versions[core.look_up(versions).ready :])
     core.settle()
 
 
@@ -307,7 +302,7 @@ def test_victims_go_to_the_nearest_tier_or_if_weighed_where_they_would_load_from
         versions = prompt(6)
         core.put(versions)
         for _ in range(3):
-            look(core, versions)
+            core.look_up(versions)
         core.put(prompt(12, seed=9))
         has_victims = [tier.stats().chunks > 0 for tier in tiers]
         assert has_victims == ([False, True] if is_slow and rule == "auto" else [True, False])

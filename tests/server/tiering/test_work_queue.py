@@ -19,7 +19,7 @@ from simulation.universe import Version
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import DeadlineError, TierFullError
 from kvstore.proto.frame_verifier import FrameVerifier
-from kvstore.proto.types import ChunkKey, Match
+from kvstore.proto.types import ChunkKey
 from kvstore.server.store.reads import ReadTerms
 from kvstore.server.tiering.work_queue import Expect, Ticket, WorkQueue
 
@@ -120,15 +120,6 @@ def test_wait_returns_the_result_or_raises_the_error_until_the_deadline() -> Non
         with pytest.raises(TierFullError):
             work_queue.wait(ticket, FOREVER)
     assert work_queue.named(b"b") == []
-
-
-def test_waiting_for_any_ends_with_the_first_and_says_whether_there_was_one() -> None:
-    work_queue = stepped()
-    assert work_queue.await_any(["up", "down"], FOREVER) is False
-    ticket = submit(work_queue, "a", nothing, queue="down")
-    assert work_queue.await_any(["up"], FOREVER) is False
-    assert work_queue.await_any(["up", "down"], FOREVER) is True
-    assert ticket.done
 
 
 def test_a_queue_that_hangs_holds_up_no_other_and_errors_end_no_worker() -> None:
@@ -472,10 +463,6 @@ def prefetching(prefetch_bytes: int = 1 << 20, queue_limit: int = 1000) -> Core:
     return Core([disk], config=config, queue_limit=queue_limit, clock=FakeClock())
 
 
-def look(core: Core, versions: list[Version], *, lease: bool = True) -> Match:
-    return core.look_up(versions, lease=lease)
-
-
 def put_on_disk(core: Core, count: int) -> list[Version]:
     versions = prompt(count)
     core.put(versions)
@@ -486,10 +473,10 @@ def put_on_disk(core: Core, count: int) -> list[Version]:
 def test_a_chain_that_was_leased_comes_up_before_its_get() -> None:
     with closing(prefetching()) as core:
         versions = put_on_disk(core, 4)
-        look(core, versions, lease=False)
-        look(core, prompt(4, seed=9))
+        core.look_up(versions)
+        core.look_up(prompt(4, seed=9), lease=True)
         assert core.counters["prefetched_chunks"] == 0, "none was leased that is not in memory"
-        look(core, versions)
+        core.look_up(versions, lease=True)
         core.settle()
         assert all("cpu" in core.tiers_of(version) for version in versions)
         for _ in range(2):
@@ -501,14 +488,14 @@ def test_no_more_than_the_budget_is_under_way_and_half_the_queue_belongs_to_gets
     with closing(prefetching(3 * prompt(1)[0].info.size_bytes)) as core:
         versions = put_on_disk(core, 6)
         for expected in (3, 3):
-            look(core, versions)
+            core.look_up(versions, lease=True)
             assert core.counters["prefetched_chunks"] == expected
         core.settle()
-        look(core, versions)
+        core.look_up(versions, lease=True)
         assert core.counters["prefetched_chunks"] == 6
     for terms, count in (((1 << 20, 4), 3), ((0,), 0)):
         with closing(prefetching(*terms)) as core:
-            look(core, put_on_disk(core, 6))
+            core.look_up(put_on_disk(core, 6), lease=True)
             assert core.counters["prefetched_chunks"] == count
 
 
@@ -520,7 +507,7 @@ def test_loads_that_nobody_reads_become_rare(monkeypatch: pytest.MonkeyPatch) ->
             core.put(prompt(6, seed=seed))
         for seed in range(20, 66):
             before = core.counters["prefetched_chunks"]
-            match = look(core, prompt(6, seed=seed))
+            match = core.look_up(prompt(6, seed=seed), lease=True)
             core.settle()
             core.store.release(core.session, match.lease_id)
             begun.append(core.counters["prefetched_chunks"] - before)

@@ -155,18 +155,22 @@ def test_readers_are_bounded_and_room_comes_back(served: LocalServer) -> None:
     assert eventually(is_free)
 
 
+def link_to(server: LocalServer, from_host: str = "127.0.0.1") -> socket.socket:
+    assert server.node.http_port is not None
+    place = ("127.0.0.1", server.node.http_port)
+    return socket.create_connection(place, WAIT_S, source_address=(from_host, 0))
+
+
 def test_connections_are_bounded(served: LocalServer) -> None:
     with ExitStack() as stack:
         for _ in range(MAX_CONNECTIONS):
-            place = ("127.0.0.1", served.node.http_port)
-            stack.enter_context(socket.create_connection(place, WAIT_S))
+            stack.enter_context(link_to(served))
         assert eventually(lambda: ask(served, "/metrics")[0] == 503)
     assert eventually(lambda: ask(served, "/metrics")[0] == 200)
 
 
 def test_a_header_that_does_not_end_is_refused(served: LocalServer) -> None:
-    assert served.node.http_port is not None
-    with socket.create_connection(("127.0.0.1", served.node.http_port), WAIT_S) as line:
+    with link_to(served) as line:
         line.sendall(b"GET / HTTP/1.1\r\nX: " + b"x" * 70_000)
         assert b"400" in line.recv(100)
 
@@ -175,16 +179,14 @@ def test_a_second_request_that_does_not_end_is_not_waited_for(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "SILENT_S", 0.3)
-    server = make_server("--http", "127.0.0.1:0", "--cpu", "16MiB")
-    port = server.node.http_port
-    assert port is not None
+    server = make_server("--http", "127.0.0.1:0")
     with ExitStack() as stack:
-        silent = stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+        silent = stack.enter_context(link_to(server))
         with suppress(ConnectionError):  # who asks for nothing is hung up on
             assert silent.recv(1) == b""
         links = []
         for _ in range(MAX_CONNECTIONS):
-            link = stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
+            link = stack.enter_context(link_to(server))
             link.sendall(b"GET /metrics HTTP/1.1\r\nHost: 127.0.0.1\r\n\r\n")
             assert link.recv(1 << 20)
             link.sendall(b"GET /met")
@@ -200,23 +202,18 @@ def test_one_address_does_not_take_the_connections_of_others(
     make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(http_server, "SILENT_S", 600.0)
-    server = make_server("--http", "127.0.0.1:0", "--cpu", "16MiB")
-    port = server.node.http_port
-    assert port is not None
+    server = make_server("--http", "127.0.0.1:0")
+
+    def is_answered() -> bool:
+        with suppress(ConnectionError), link_to(server, "127.0.0.2") as one:
+            one.sendall(b"GET /metrics HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
+            return one.recv(100).startswith(b"HTTP/1.1 200")
+        return False  # while the others are being hung up on
+
     with ExitStack() as stack:
         for _ in range(2 * MAX_CONNECTIONS):
-            stack.enter_context(socket.create_connection(("127.0.0.1", port), WAIT_S))
-        assert eventually(lambda: _answer_from("127.0.0.2", port).startswith(b"HTTP/1.1 200"))
-
-
-def _answer_from(host: str, port: int) -> bytes:
-    """Return the beginning of an answer; nothing while the others are being hung up on."""
-    try:
-        with socket.create_connection(("127.0.0.1", port), WAIT_S, source_address=(host, 0)) as one:
-            one.sendall(b"GET /metrics HTTP/1.0\r\nHost: 127.0.0.1\r\n\r\n")
-            return one.recv(100)
-    except ConnectionError:
-        return b""
+            stack.enter_context(link_to(server))
+        assert eventually(is_answered)
 
 
 def test_one_look_serves_all_who_ask_within_a_second(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -160,21 +160,21 @@ class Subscriber:
     def hears(self, keys: list[ChunkKey]) -> None:
         self.until(lambda: self.known() >= set(keys))
 
-    def known(self, medium: str = "CPU") -> set[bytes]:
+    def known(self) -> set[bytes]:
         """Return what one knows who took in all that was heard."""
-        return known_of(list(self.heard.items()), medium)
+        return known_of(list(self.heard.items()))
 
 
-def known_of(batches: list[tuple[int, list[Any]]], medium: str = "CPU") -> set[bytes]:
+def known_of(batches: list[tuple[int, list[Any]]]) -> set[bytes]:
+    """Return the chunks that are in memory after these batches."""
     known: set[bytes] = set()
     for _, words in sorted(batches, key=lambda batch: batch[0]):
         for word in words:
             if isinstance(word, AllBlocksCleared):
                 known.clear()
-            elif word.medium == medium:
-                (known.update if isinstance(word, BlockStored) else known.difference_update)(
-                    word.block_hashes
-                )
+            elif word.medium == "CPU":
+                is_stored = isinstance(word, BlockStored)
+                (known.update if is_stored else known.difference_update)(word.block_hashes)
     return known
 
 
