@@ -1,8 +1,4 @@
-"""The suite every lossy codec passes.
-
-A codec's test file subclasses ``LossyCodecContract`` and names the codec. What a frame promises
-in its header is held against the numbers that come out of it.
-"""
+"""The suite every lossy codec passes: what frames promise is held against what they hold."""
 
 from __future__ import annotations
 
