@@ -94,7 +94,7 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
             try:
                 plan = ReadPlan(
                     some_digests, lease_id, left_ms(), request.accuracy, direct=wanted.direct,
-                    is_unheld=is_first,
+                    no_lease=is_first,
                 )  # fmt: skip
                 with transport.read(plan) as arriving:
                     part, broken = link.reader.read(wanted, arriving.frames)

@@ -37,6 +37,7 @@ from kvstore.proto.errors import (
     DeadlineError,
     InvalidFrameError,
     KVStoreError,
+    LayoutMismatchError,
     ModelError,
     TierUnavailableError,
     UnknownCodecError,
@@ -461,8 +462,11 @@ class LayerReader:
         finally:
             arrived.confirm()
         tensors: AnyTensors = wanted.room(arrived.index, header.layout)
-        check_tensors(header.layout, tensors)
+        check_tensors(header.layout, tensors, is_target=True)
         layers = [parts for component in tensors for parts in component]
+        if len(layers) != header.layout.segment_count:  # a window may be left out of whole chunks
+            fix = f"give {header.layout.segment_count}"
+            raise LayoutMismatchError("layers", len(layers), fix)
         kept = kept_rows(header, self._skipped, arrived.index)
         layered = arrived.data if isinstance(arrived.data, LayeredFrame) else None
         is_cut = layered is not None and layered.stream.is_cut

@@ -266,7 +266,7 @@ class _Run(NamedTuple):
 
 def _runs(header: FrameHeader, tensors: AnyTensors) -> list[_Run]:
     RAW.check_header(header)
-    check_tensors(header.layout, tensors, may_lack=True)
+    check_tensors(header.layout, tensors, is_target=True)
     starts, runs = header.segments["offset"].tolist(), []
     for segment, _, parts in each_wanted(header.layout, tensors):
         flat = flat_parts(parts)

@@ -198,7 +198,6 @@ class AssetCodec(LossyCodec):
     @classmethod
     @override
     def of(cls, terms: str) -> Self:
-        """Return the codec of the quality *terms*: 0 is the coarsest, 3 the finest."""
         if terms not in map(str, range(QUALITY_COUNT)):
             raise UnknownCodecError(f"{cls.name}:{terms}", f"0 to {QUALITY_COUNT - 1}")
         return cls(int(terms))
@@ -227,7 +226,6 @@ class AssetCodec(LossyCodec):
 
     @override
     def max_segment_bytes(self, component: Component) -> int:
-        """Upper bound of one encoded layer: what it has as it is."""
         return HEAD_BYTES + component.layer_bytes
 
     @override
@@ -268,10 +266,6 @@ class AssetCodec(LossyCodec):
 
     @override
     def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
-        """Encode one layer; exact when it cannot be coded. ``layer_id`` is the asset's number.
-
-        Raises LayoutMismatchError when the asset is for layers of another shape.
-        """
         component, asset = layer.component, self._bound
         if asset is None:
             raise UnknownCodecError(f"{self.name} without an asset", "encode whole frames")
@@ -302,11 +296,6 @@ class AssetCodec(LossyCodec):
     def decode_layer(
         self, data: Sequence[Bytes], component: Component, out: Sequence[Part], position: int | None
     ) -> None:
-        """Decode one verified layer into *out*.
-
-        Raises InvalidFrameError on bad contents, UnknownCodecError when the layer's asset is
-        not here, InvalidRequestError for a *position* where keys cannot be rotated.
-        """
         body = data[0]
         if len(body) < HEAD_BYTES:
             raise InvalidFrameError("stored_bytes", len(body), f"at least {HEAD_BYTES}")

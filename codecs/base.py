@@ -326,7 +326,7 @@ class Codec(ABC):
         self.check_header(header)
         if not 0 <= level <= header.levels:
             raise InvalidFrameError("level", level, f"the frame has 0 to {header.levels}")
-        check_tensors(header.layout, out, may_lack=True)
+        check_tensors(header.layout, out, is_target=True)
         count = header.layout.segment_count
         for index, component, places in each_wanted(header.layout, out):
             data = []
@@ -392,10 +392,11 @@ def each_wanted(
         first += component.layers
 
 
-def check_tensors(layout: KVLayout, tensors: AnyTensors, *, may_lack: bool = False) -> None:
+def check_tensors(layout: KVLayout, tensors: AnyTensors, *, is_target: bool = False) -> None:
     """Raise LayoutMismatchError unless *tensors* has exactly the shapes of *layout*.
 
-    With *may_lack* windows and states may have no layers.
+    Of a target windows and states may have no layers; raises InvalidRequestError for one that
+    cannot be written to.
     """
     if not isinstance(tensors, Sequence):
         fix = "give components, layers, parts"
@@ -403,13 +404,17 @@ def check_tensors(layout: KVLayout, tensors: AnyTensors, *, may_lack: bool = Fal
     if len(tensors) != len(layout.components):
         raise LayoutMismatchError("components", len(tensors), f"give {len(layout.components)}")
     for component, layers in zip(layout.components, tensors, strict=True):
-        if may_lack and not len(layers) and component.kind in END_KINDS:
+        if is_target and not len(layers) and component.kind in END_KINDS:
             continue
         if len(layers) != component.layers:
             raise LayoutMismatchError("layers", len(layers), f"give {component.layers}")
         is_alike = isinstance(layers, BlockLayers)
         for parts in layers[:1] if is_alike else layers:
             check_parts(component, parts)
+            for part in parts if is_target else ():
+                if isinstance(part, np.ndarray) and not part.flags.writeable:
+                    fix = "give memory that can be written to"
+                    raise InvalidRequestError("out", "read-only", fix)
 
 
 def check_parts(component: Component, parts: Sequence[AnyPart]) -> None:

@@ -49,6 +49,8 @@ _BOX_ITEMS, _BOX_DIMS = 1 << 15, 1024
 Box: TypeAlias = tuple[slice, slice, slice]
 Codes: TypeAlias = NDArray[np.uint8]
 Quantised: TypeAlias = tuple[Codes, Floats]
+Groups: TypeAlias = tuple[Halves, Halves | None, Codes, Floats]
+"""Of one box: scales, minima, codes, and what these stand for."""
 
 
 class Loops:
@@ -127,21 +129,22 @@ class KiviCodec(LossyCodec):
         grouped = fields.codes.shape[1]
         if not grouped:
             return None  # too few tokens for a group: nothing would be coded
-        for box in boxes((component.kv_heads, grouped, component.head_dim), GROUP):
+        for box in boxes((component.kv_heads, grouped, component.head_dim)):
             values = to_float32(bits[box], component.dtype)
-            group = self._fit(values, by_token)
-            if group is None:
+            found = self._fit(values, by_token)
+            if found is None:
                 return None
+            scale, base, codes, back = found
             at = _group_box(box, by_token)
-            fields.scales[at] = group.scale
+            fields.scales[at] = scale
             if fields.minima is not None:
-                fields.minima[at] = group.base
-            fields.codes[_code_box(box, self.bits)] = pack(group.codes, self.bits)
-            error = max(error, _rounded_error(group.back, values, component.dtype))
+                fields.minima[at] = base
+            fields.codes[_code_box(box, self.bits)] = pack(codes, self.bits)
+            error = max(error, _rounded_error(back, values, component.dtype))
         np.copyto(fields.rest, bits[:, grouped:])
         return error
 
-    def _fit(self, values: Floats, by_token: bool) -> _Groups | None:
+    def _fit(self, values: Floats, by_token: bool) -> Groups | None:
         """Quantise a box; None where float16 cannot hold a scale or the promise is not kept."""
         low, high = self.loops.bounds(values, by_token)
         for extreme in (low, high):  # of two zeros, paths may take either
@@ -155,7 +158,7 @@ class KiviCodec(LossyCodec):
             return None
         wide = scale.astype(np.float32)
         found = self.loops.quantise(values, wide, centre, levels, by_token)
-        return None if found is None else _Groups(scale, base, *found)
+        return None if found is None else (scale, base, *found)
 
     def _decode_part(self, data: Bytes, component: Component, by_token: bool, out: Part) -> None:
         """Decode *data* into *out*. Raises InvalidFrameError for scales never written."""
@@ -164,7 +167,7 @@ class KiviCodec(LossyCodec):
         if fields.minima is not None and not np.isfinite(fields.minima).all():
             raise InvalidFrameError("minimum", "NaN or infinite", "a minimum is a number")
         grouped, expand = fields.codes.shape[1], self.loops.expand
-        for box in boxes((component.kv_heads, grouped, component.head_dim), GROUP):
+        for box in boxes((component.kv_heads, grouped, component.head_dim)):
             width = box[2].stop - box[2].start
             codes = unpack(fields.codes[_code_box(box, self.bits)], width, self.bits)
             at = _group_box(box, by_token)
@@ -261,16 +264,6 @@ class _Fields:
         )
 
 
-@dataclass(frozen=True, slots=True)
-class _Groups:
-    """The groups of one box: what is stored of it, and ``back``, what that stands for."""
-
-    scale: Halves
-    base: Halves | None
-    codes: Codes
-    back: Floats
-
-
 def _rounded_error(back: Floats, values: Floats, dtype: DType) -> float:
     """Return the largest absolute error of what decoding gives, rounding included."""
     bits = np.empty(back.shape, f"<u{dtype.item_bytes}")
@@ -325,11 +318,11 @@ def _elements(data: Bytes, component: Component) -> Part:
     return data.view(f"<u{component.dtype.item_bytes}").reshape(component.shape)
 
 
-def boxes(shape: tuple[int, int, int], group: int = 64) -> Iterator[Box]:
+def boxes(shape: tuple[int, int, int]) -> Iterator[Box]:
     """Cut *shape* into boxes of about _BOX_ITEMS; those in the middle are whole groups wide."""
     heads, tokens, dim = shape
     dim_step = min(dim, _BOX_DIMS)
-    token_step = max(1, _BOX_ITEMS // (dim_step * group)) * group
+    token_step = max(1, _BOX_ITEMS // (dim_step * GROUP)) * GROUP
     head_step = max(1, _BOX_ITEMS // max(1, tokens * dim_step))
     for head in range(0, heads, head_step):
         for token in range(0, tokens, token_step):

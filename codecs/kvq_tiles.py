@@ -122,15 +122,15 @@ def steps_of(
 
 
 def errors_of(
-    x: Floats, means: NDArray[np.float16], steps: Floats, quotients: Floats, largest: float = 1.0
+    x: Floats, means: NDArray[np.float16], steps: Floats, quotients: Floats
 ) -> Floats | None:
     """Return the largest error of each tile of *x*, f32 (n,), if it is *quotients* times the step.
 
-    None when one is off by more than half of *largest* steps.
+    None when one is off by more than half a step.
     """
     restored = quotients * steps[:, None, None] + means.astype(np.float32)[:, None]
     found: Floats = np.abs(x - restored).max((1, 2))
-    return found if (found <= steps * (np.float32(largest) * TOLERANCE)).all() else None
+    return found if (found <= steps * TOLERANCE).all() else None
 
 
 def as_tiles(x: Floats) -> Floats:
@@ -259,14 +259,17 @@ class KvqLoops:
         _check_tiles(tiles, out)
         if tiles.symbols.shape != (len(tiles.steps), out.shape[1], TILE_CHANNELS):
             raise ValueError(f"symbols {tiles.symbols.shape} of {out.shape[1]} tokens")
+        arrays = (
+            contiguous(tiles.steps), tiles.means.astype(np.float32), contiguous(tiles.symbols),
+            contiguous(tiles.escapes), contiguous(tiles.values),
+        )  # fmt: skip
+        packed = _TilesIn(*addresses(*arrays), len(tiles.steps), len(tiles.values), 0, 0)
+        return self._write(packed, dtype, angles, out)
+
+    def _write(self, packed: Any, dtype: DType, angles: Angles | None, out: Part) -> bool:
         with _writable(out, dtype) as room:
-            arrays = (
-                contiguous(tiles.steps), tiles.means.astype(np.float32), contiguous(tiles.symbols),
-                contiguous(tiles.escapes), contiguous(tiles.values),
-            )  # fmt: skip
-            given = _TilesIn(*addresses(*arrays), len(tiles.steps), len(tiles.values), 0, 0)
             block = _block(room, angles)
-            found = self._native.kvq_dequantise(_ref(given), _ref(block), address(room))
+            found = self._native.kvq_dequantise(_ref(packed), _ref(block), address(room))
         return done(found) == 1
 
     def quotients(self, tiles: Tiles) -> Any:
@@ -311,15 +314,13 @@ class KvqLoops:
         shape = (len(tiles.steps), out.shape[1], TILE_CHANNELS)
         if quotients.shape != shape or len(factors) != out.shape[1]:
             raise ValueError(f"quotients {quotients.shape}, {len(factors)} factors, {out.shape}")
-        with _writable(out, dtype) as room:
-            arrays = (
-                contiguous(tiles.steps), tiles.means.astype(np.float32), contiguous(quotients),
-                contiguous(factors),
-            )  # fmt: skip
-            steps, means, *numbers = addresses(*arrays)
-            packed = _TilesIn(steps, means, 0, 0, 0, len(tiles.steps), 0, *numbers)
-            block = _block(room, angles)
-            done(self._native.kvq_dequantise(_ref(packed), _ref(block), address(room)))
+        arrays = (
+            contiguous(tiles.steps), tiles.means.astype(np.float32), contiguous(quotients),
+            contiguous(factors),
+        )  # fmt: skip
+        steps, means, *numbers = addresses(*arrays)
+        packed = _TilesIn(steps, means, 0, 0, 0, len(tiles.steps), 0, *numbers)
+        self._write(packed, dtype, angles, out)
 
     def refine(
         self, bits: Part, dtype: DType, angles: Angles | None, tiles: Tiles

@@ -120,30 +120,6 @@ def _check_sieve(data: Bytes, values: Bytes, scratch: Bytes) -> None:
         raise ValueError(f"{len(scratch)} bytes of scratch and {len(values)} values")
 
 
-# --- parts as runs of rows
-
-
-def row_blocks(component: Component, block_items: int) -> Iterator[tuple[int, int]]:
-    """Yield where each block of a part starts and stops, in rows.
-
-    A part has kv_heads x tokens rows of head_dim elements; a block has at most *block_items*
-    elements, or one row where that is longer.
-    """
-    rows, step = _rows_and_step(component, block_items)
-    for start in range(0, rows, step):
-        yield start, min(start + step, rows)
-
-
-def block_count(component: Component, block_items: int) -> int:
-    """Return how many blocks ``row_blocks`` yields, in constant time."""
-    rows, step = _rows_and_step(component, block_items)
-    return -(-rows // step)
-
-
-def _rows_and_step(component: Component, block_items: int) -> tuple[int, int]:
-    return component.kv_heads * component.tokens, max(1, block_items // component.head_dim)
-
-
 # --- sieved planes
 
 
@@ -283,8 +259,8 @@ class LosslessCodec(Codec):
         end = _table_bytes(component)
         for part in parts:
             bits = contiguous(part).view(f"<u{width}").reshape(-1, component.head_dim)
-            for start, stop in row_blocks(component, BLOCK_BYTES // width):
-                words = bits[start:stop].reshape(-1)
+            for rows in _row_blocks(component):
+                words = bits[rows].reshape(-1)
                 room = out[end : end + words.nbytes]
                 planes = list(room.reshape(width, -1)[::-1])  # the exponents come last
                 is_sieved = has_exponents and len(words) <= _MAX_SIEVED_ITEMS
@@ -306,25 +282,31 @@ class LosslessCodec(Codec):
         for part in out:
             room = part if part.flags.c_contiguous else np.empty(part.shape, part.dtype)
             bits = room.view(f"<u{width}").reshape(-1, component.head_dim)
-            for start, stop in row_blocks(component, BLOCK_BYTES // width):
-                words = bits[start:stop].reshape(-1)
+            for rows in _row_blocks(component):
+                words = bits[rows].reshape(-1)
                 loops.join(kind, words, _plain_planes(next(blocks), len(words), loops))
             if room is not part:
                 np.copyto(part, room)
 
 
+def _block_rows(component: Component) -> int:
+    """Return how many rows a block has at most: BLOCK_BYTES, or one where that is longer.
+
+    A part has kv_heads x tokens rows of head_dim elements.
+    """
+    return max(1, BLOCK_BYTES // (component.dtype.item_bytes * component.head_dim))
+
+
 @lru_cache(maxsize=16)
-def _block_items(component: Component) -> tuple[int, ...]:
-    """Return how many elements each block of a layer has."""
-    blocks = row_blocks(component, BLOCK_BYTES // component.dtype.item_bytes)
-    items = [(stop - start) * component.head_dim for start, stop in blocks]
-    return tuple(items * component.parts)
+def _row_blocks(component: Component) -> tuple[slice, ...]:
+    """Return the rows of each block of a part."""
+    rows, step = component.kv_heads * component.tokens, _block_rows(component)
+    return tuple(slice(start, min(start + step, rows)) for start in range(0, rows, step))
 
 
 def _table_bytes(component: Component) -> int:
-    width = component.dtype.item_bytes
-    blocks = component.parts * block_count(component, BLOCK_BYTES // width)
-    return _SIZE_BYTES * width * blocks
+    blocks = -(-component.kv_heads * component.tokens // _block_rows(component))
+    return _SIZE_BYTES * component.dtype.item_bytes * component.parts * blocks
 
 
 def _store_planes(
@@ -388,8 +370,8 @@ def _blocks(data: Bytes, component: Component) -> Iterator[list[Stored]]:
         raise InvalidFrameError("planes", last, f"segment has {len(data)} bytes")
     may_sieve = component.dtype in _WITH_EXPONENTS
     planes = []
-    for number, items in enumerate(_block_items(component)):
-        block = []
+    for number, at in enumerate(_row_blocks(component) * component.parts):
+        items, block = (at.stop - at.start) * component.head_dim, []
         for index, row in enumerate(rows[number * width : (number + 1) * width], 1 - width):
             size, is_sieved = row & ~_SIEVED, row >= _SIEVED
             if size > items:

@@ -198,7 +198,7 @@ class RawCodec(Codec):
 
         Raises InvalidFrameError for a frame that is cut short, too.
         """
-        check_tensors(header.layout, out, may_lack=True)
+        check_tensors(header.layout, out, is_target=True)
         starts = header.segments["offset"].tolist()
         checksums = header.segments["checksum"].tolist()
         sums: dict[int, int] = {}

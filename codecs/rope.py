@@ -10,6 +10,7 @@ transformers computes them, and ``ntk``, the fixed change of base that the last 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from functools import lru_cache
 from typing import TypeAlias
 
@@ -53,16 +54,6 @@ def _frequencies(rope: RopeParameters) -> Floats | None:
     return found
 
 
-def _default(plain: Doubles, rope: RopeParameters, factors: dict[str, float]) -> Doubles:
-    del rope, factors
-    return plain
-
-
-def _linear(plain: Doubles, rope: RopeParameters, factors: dict[str, float]) -> Doubles:
-    del rope
-    return plain / factors["factor"]
-
-
 def _ntk(plain: Doubles, rope: RopeParameters, factors: dict[str, float]) -> Doubles:
     del plain
     width = rope.rotary_dim
@@ -101,7 +92,14 @@ def _yarn(plain: Doubles, rope: RopeParameters, factors: dict[str, float]) -> Do
     return found
 
 
-_RULES = {"default": _default, "linear": _linear, "ntk": _ntk, "llama3": _llama3, "yarn": _yarn}
+Rule: TypeAlias = Callable[[Doubles, RopeParameters, dict[str, float]], Doubles]
+_RULES: dict[str, Rule] = {
+    "default": lambda plain, _rope, _factors: plain,
+    "linear": lambda plain, _rope, factors: plain / factors["factor"],
+    "ntk": _ntk,
+    "llama3": _llama3,
+    "yarn": _yarn,
+}
 KNOWN_RULES = tuple(_RULES)
 
 

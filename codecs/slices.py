@@ -176,7 +176,7 @@ def cut(header: FrameHeader, frame: Sliced, shard: ChunkShard, out: AnyTensors) 
         raise InvalidFrameError("layout", header.layout, f"expected {shard.whole}")
     codec = codec_by_id(header.codec_id)
     codec.check_header(header)
-    check_tensors(shard.layout, out, may_lack=True)
+    check_tensors(shard.layout, out, is_target=True)
     if header.levels:
         raise InvalidFrameError("levels", header.levels, "such frames are read whole")
     segments = list(_segments(shard))

@@ -37,34 +37,19 @@ def own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
         yield
 
 
+OPTIONS: tuple[tuple[str, float, str], ...] = (
+    ("--long-share", 1.0, "how much of the long forms' repetitions"),
+    ("--sim-seeds", 2000, "schedules of tests/simulation/test_schedules.py"),
+    ("--sim-steps", 0, "steps of tests/simulation/test_network.py"),
+    ("--exact-values", 1 << 21, "values that tests/codecs/test_lossless.py takes through a codec"),
+    ("--fuzz-frames", 10_000, "changed frames that tests/codecs/test_hostile_frames.py reads"),
+)
+
+
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption(
-        "--long", action="store_true", help="the long forms of the faults in tests/faults"
-    )
-    parser.addoption(
-        "--long-share", type=float, default=1.0, help="how much of the long forms' repetitions"
-    )
-    parser.addoption(
-        "--sim-seeds",
-        type=int,
-        default=2000,
-        help="schedules of tests/simulation/test_schedules.py",
-    )
-    parser.addoption(
-        "--sim-steps", type=int, default=0, help="steps of tests/simulation/test_network.py"
-    )
-    parser.addoption(
-        "--exact-values",
-        type=int,
-        default=1 << 21,
-        help="values that tests/codecs/test_lossless.py takes through each lossless codec",
-    )
-    parser.addoption(
-        "--fuzz-frames",
-        type=int,
-        default=10_000,
-        help="changed frames that tests/codecs/test_hostile_frames.py reads",
-    )
+    parser.addoption("--long", action="store_true", help="the long forms of tests/faults")
+    for name, default, what in OPTIONS:
+        parser.addoption(name, type=type(default), default=default, help=what)
 
 
 _LIVES_ON = "GarbageCollectorThread"

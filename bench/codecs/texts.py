@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from bench.lib.traces import TINYLM, Ids, ids_of, rows_of
 
@@ -40,20 +40,15 @@ class Lengths:
     told: int = 512
 
 
-@dataclass(frozen=True, slots=True)
-class Context:
+class Context(NamedTuple):
     """A prefix that tells facts, and for each a question and its answer, all as tokens."""
 
     prefix: Ids
     asked: tuple[tuple[Ids, Ids], ...]
 
 
-@dataclass(frozen=True, slots=True)
-class _Telling:
-    """Passages with facts; questions with their answers."""
-
-    passages: tuple[str, ...]
-    asked: tuple[tuple[str, str], ...]
+Telling = tuple[list[str], list[tuple[str, str]]]
+"""Passages with facts; questions with their answers."""
 
 
 def held_out(use: str) -> list[str]:
@@ -83,33 +78,32 @@ def contexts(folder: Path, tokenizer: Any, count: int, tokens: int) -> list[Cont
     texts = [ids_of(tokenizer, text) for text in held_out("score")]
     own = folder / "questions.jsonl"
     found: list[Context] = []
-    for telling in _questions(own) if own.is_file() else _codes(count):
-        passages = [ids_of(tokenizer, passage) for passage in telling.passages]
+    for told, asked in _questions(own) if own.is_file() else _codes(count):
+        passages = [ids_of(tokenizer, passage) for passage in told]
         room = tokens - 1 - sum(map(len, passages))
         if room < 0 or len(found) == count:
             continue
         text = texts[len(found) % len(texts)][:room]
         prefix = (tokenizer.bos_token_id, *_spread(passages, text))
-        asked = tuple((ids_of(tokenizer, q), ids_of(tokenizer, a)) for q, a in telling.asked)
-        found.append(Context(prefix, asked))
+        pairs = tuple((ids_of(tokenizer, q), ids_of(tokenizer, a)) for q, a in asked)
+        found.append(Context(prefix, pairs))
     if len(found) < count:
         raise ValueError(f"the facts of {len(found)} prefixes fit in {tokens} tokens, not {count}")
     return found
 
 
-def _questions(file: Path) -> Iterator[_Telling]:
+def _questions(file: Path) -> Iterator[Telling]:
     for row in rows_of(file, "score"):
         passages = "".join(f"{text}\n\n" for text in row["paragraphs"])
-        yield _Telling((passages,), ((row["question"], row["answer"]),))
+        yield [passages], [(row["question"], row["answer"])]
 
 
-def _codes(count: int) -> Iterator[_Telling]:
+def _codes(count: int) -> Iterator[Telling]:
     rng = random.Random(1)
     for _ in range(count):
         codes = {owner: f"{rng.randrange(10_000):04}" for owner in rng.sample(OWNERS, CODES)}
-        told = (f"\n\nThe code of the {owner} is {code}.\n\n" for owner, code in codes.items())
-        asked = ((QUESTION.format(owner=owner), f" {code}") for owner, code in codes.items())
-        yield _Telling(tuple(told), tuple(asked))
+        told = [f"\n\nThe code of the {owner} is {code}.\n\n" for owner, code in codes.items()]
+        yield told, [(QUESTION.format(owner=owner), f" {code}") for owner, code in codes.items()]
 
 
 def _spread(passages: Sequence[Ids], text: Ids) -> Ids:

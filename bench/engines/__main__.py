@@ -64,8 +64,6 @@ KEYS = (
 
 Bounds: TypeAlias = tuple[int, int]
 """At least, and at most."""
-Kind: TypeAlias = tuple[str, str]
-"""A contestant, and the kind of request."""
 
 
 def in_turn(sides: Sequence[Side], number: int) -> Sequence[Side]:
@@ -78,7 +76,7 @@ def in_turn(sides: Sequence[Side], number: int) -> Sequence[Side]:
 class Samples:
     """Seconds by contestant and kind of request, then by round; of hits that did not come none."""
 
-    seconds: dict[Kind, dict[int, float]] = field(default_factory=dict)
+    seconds: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
     lost: Counter[str] = field(default_factory=Counter)
     is_same: bool = True
     """Whether all answered alike."""
@@ -103,31 +101,30 @@ class Samples:
             side.fresh()
         self.is_same &= all(one == answers[0] for one in answers)
 
-    def ratios(self, ours: Kind, theirs: Kind) -> list[float]:
-        """Return the ratio of each round that has both: what is slow for a while is slow for both.
-
-        Raises PeerSkippedError of too few.
+    def ratios(self, kind: str, theirs: str) -> list[float]:
+        """Return ours over *theirs* in each round that has both: what is slow for a while is slow
+        for both. Raises PeerSkippedError of too few.
         """
-        mine, other = (self.seconds.get(one, {}) for one in (ours, theirs))
+        mine, other = (self.seconds.get((name, kind), {}) for name in (OURS, theirs))
         ratios = [mine[n] / other[n] for n in mine if n >= WARM_UP and n in other]
         if len(ratios) < FEWEST:
-            raise PeerSkippedError(f"{len(ratios)} rounds with {ours[0]}: fewer than {FEWEST}")
+            raise PeerSkippedError(f"{len(ratios)} rounds with {OURS}: fewer than {FEWEST}")
         return ratios
 
-    def ms(self, kind: Kind) -> str:
-        found = [s for number, s in self.seconds.get(kind, {}).items() if number >= WARM_UP]
-        return f"{kind[0]} {1e3 * median(found):.1f} ms" if found else f"{kind[0]} never"
+    def _ms(self, name: str, kind: str) -> str:
+        seconds = self.seconds[name, kind]
+        return f"{name} {1e3 * median(seconds[n] for n in seconds if n >= WARM_UP):.1f} ms"
 
-    def add(self, report: Report, key: str, ours: Kind, theirs: Kind) -> None:
+    def add(self, report: Report, key: str, kind: str, theirs: str) -> None:
         """Report a ratio, and between what it lies; an overhead is what it is above 1."""
         try:
-            ratios = self.ratios(ours, theirs)
+            ratios = self.ratios(kind, theirs)
         except PeerSkippedError as error:
             report.skip([key], str(error))
             return
         base = key.endswith("overhead")
         middle, low, high = (one - base for one in median_of(ratios))
-        report.add(key, middle, self.ms(ours), self.ms(theirs))
+        report.add(key, middle, self._ms(OURS, kind), self._ms(theirs, kind))
         words = f"with 95 % of what {len(ratios)} rounds might have been"
         report.note(f"  {key}", f"{low:.3f} to {high:.3f}", words)
 
@@ -142,7 +139,7 @@ def measure_batches(report: Report, sides: Sequence[Side], seconds: float) -> bo
         samples.ask(sides, NEW, number, batch, (0, 0), GENERATED)
         if time.monotonic() - began > seconds:
             break
-    samples.add(report, STORE_KEY, (OURS, NEW), (PLAIN, NEW))
+    samples.add(report, STORE_KEY, NEW, PLAIN)
     return samples.is_same
 
 
@@ -175,7 +172,7 @@ def measure_misses(report: Report, sides: Sequence[Side]) -> bool:
         samples.ask(sides, NEW, number, [turn.prompts(2 * ROUNDS + number)[0]], (0, 0))
         if time.monotonic() - began > PAIRS_S:
             break
-    samples.add(report, KEYS[4], (OURS, NEW), (PLAIN, NEW))
+    samples.add(report, KEYS[4], NEW, PLAIN)
     return samples.is_same
 
 
@@ -187,7 +184,7 @@ def measure_turns(report: Report, sides: Sequence[Side]) -> bool:
         if time.monotonic() - began > TURNS_S:
             break
     for key, theirs in zip(KEYS[1:4], (PLAIN, LMCACHE, OFFLOAD), strict=True):
-        samples.add(report, key, (OURS, AGAIN), (theirs, AGAIN))
+        samples.add(report, key, AGAIN, theirs)
     for side in sides[1:]:
         report.note(f"  lost hits, {side.name}", str(samples.lost[side.name]), "")
     return samples.is_same

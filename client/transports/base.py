@@ -58,7 +58,7 @@ class ReadPlan:
     """
     direct: Direct | None = None
     """What takes the parts of frames that come in parts."""
-    is_unheld: bool = False
+    no_lease: bool = False
     """Frames in memory of this host need no lease. One that was replaced while it was read raises
     LeaseExpiredError then: read it again with one.
     """

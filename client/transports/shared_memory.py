@@ -127,7 +127,7 @@ class ShmTransport(Transport):
     @contextmanager
     def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
         request = self.request(plan, pb.VIA_SHARED_MEMORY)
-        request.no_lease = plan.is_unheld and not plan.lease_id
+        request.no_lease = plan.no_lease and not plan.lease_id
         with ExitStack() as stack:
             if plan.direct is not None and (self._peers.lenders or self.session.peers):
                 yield Arrivals(self._with_peers(stack, request, plan))

@@ -44,9 +44,7 @@ def lossy(server: LocalServer, client: Client) -> list[ChunkKey]:
 
 
 @EVERY
-def test_a_client_that_asks_is_told_how_true_each_chunk_is(
-    server: LocalServer, client: Client
-) -> None:
+def test_who_asks_is_told_how_true_each_chunk_is(server: LocalServer, client: Client) -> None:
     keys = store(client, 2, CHUNKS)
     leave_on_disk(server, keys[1:2])
     for _ in range(2):
@@ -59,9 +57,7 @@ def test_a_client_that_asks_is_told_how_true_each_chunk_is(
 
 
 @EVERY
-def test_a_client_that_says_nothing_is_given_nothing_lossy(
-    client: Client, lossy: list[ChunkKey]
-) -> None:
+def test_who_says_nothing_is_given_nothing_lossy(client: Client, lossy: list[ChunkKey]) -> None:
     for _ in range(2):
         assert client.lookup(keys=lossy).ready == 0
         assert client.get_chunks(lossy) == []

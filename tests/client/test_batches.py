@@ -65,9 +65,7 @@ def test_lookups_and_reads_end_at_the_first_batch_with_a_miss(
 
 
 @EVERY
-def test_leases_of_all_batches_are_one_and_end_together(
-    server: LocalServer, client: Client
-) -> None:
+def test_leases_of_all_batches_end_together(server: LocalServer, client: Client) -> None:
     keys = store(client, 1, CHUNKS)
     with client.lease(keys=[*keys, *keys_of(client, 2, 1)]) as lease:
         assert lease.keys == keys

@@ -112,7 +112,7 @@ def test_chunk_can_be_deleted_as_soon_as_its_get_is_over(client: Client) -> None
         assert (client.delete(keys=keys) if seed % 2 else client.clear()) == 2
 
 
-def test_chunk_over_the_server_s_limit_is_refused_before_it_is_sent(
+def test_a_chunk_over_the_servers_limit_is_refused_unsent(
     make_server: ServerMaker,
 ) -> None:
     server = make_server("--max-frame-bytes", "64KiB")

@@ -60,7 +60,7 @@ COUNT = BATCHES_AHEAD + 2
 KERNELS = ["kvq_open", "kvq_symbols", "kvq_numbers_bfloat16"]
 
 Connect = Callable[..., CudaClient]
-Start = Callable[[str], LocalServer]
+Serve = Callable[..., tuple[LocalServer, CudaClient, list[ChunkKey]]]
 
 
 @pytest.fixture
@@ -187,7 +187,7 @@ def test_a_frame_damaged_on_the_device_is_not_counted_and_is_dropped(
     assert read_pages(client, keys, engine.paged()) == 4
 
 
-def test_a_place_with_another_chunk_ends_the_prefix(
+def test_another_chunk_in_its_place_ends_a_prefix(
     gpu_server: LocalServer, client: CudaClient
 ) -> None:
     keys = warm(gpu_server, client, store(client, 1, 4))
@@ -378,12 +378,29 @@ def kernels(tmp_path_factory: pytest.TempPathFactory) -> KvqKernels:
 
 
 @pytest.fixture
-def start(make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Start:
-    """Starts a server with a gpu tier, whose disk keeps frames by the codec given."""
+def serve(
+    make_server: ServerMaker, connect: Connect, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> Serve:
+    """Start a server with a gpu tier, and store a prompt of which only copies by *codec* on its
+    disk are left.
+    """
     use_device(monkeypatch, tmp_path, HostDevice())
-    return lambda codec: make_server(
-        "--tiers", "gpu,cpu,disk", "--gpu", "8MiB", "--codec", f"disk={codec}"
-    )
+
+    def serve(codec: str, count: int = COUNT) -> tuple[LocalServer, CudaClient, list[ChunkKey]]:
+        terms = ("--gpu", "8MiB", "--codec", f"disk={codec}")
+        server = make_server("--tiers", "gpu,cpu,disk", *terms)
+        client = connect(server, WIDE)
+        keys = keys_of(client, 1, count)
+        client.put_chunks([
+            replace(chunk, tensors=steady_tensors(chunk.key, WIDE, CHUNK_TOKENS))
+            for chunk in chunks_of(client, keys)
+        ])  # fmt: skip
+        assert eventually(lambda: server.node.store.catalog.eviction.count_on("disk") == count)
+        server.settled()
+        server.leave_memory(keys)
+        return server, client, keys
+
+    return serve
 
 
 class Watched:
@@ -418,20 +435,6 @@ def decoding(reader: DeviceReader, kernels: KvqKernels) -> tuple[DeviceReader, W
 Decoding = tuple[DeviceReader, Watched]
 
 
-def on_disk(server: LocalServer, client: Client, count: int = COUNT) -> list[ChunkKey]:
-    """Store a prompt of which only the copies on disk are left."""
-    keys = keys_of(client, 1, count)
-    chunks = [
-        replace(chunk, tensors=steady_tensors(chunk.key, WIDE, CHUNK_TOKENS))
-        for chunk in chunks_of(client, keys)
-    ]
-    client.put_chunks(chunks)
-    assert eventually(lambda: server.node.store.catalog.eviction.count_on("disk") == count)
-    server.settled()
-    server.leave_memory(keys)
-    return keys
-
-
 def codecs_on_disk(server: LocalServer, keys: Sequence[ChunkKey]) -> set[int]:
     return {server.node.store.catalog.copies(key)["disk"].codec_id for key in keys}
 
@@ -447,11 +450,9 @@ def read(
     [("kvq:3", True), ("kvq:3", False), ("kvq:layered", True), ("kivi:8", True), ("raw", True)],
 )
 def test_kvq_is_decoded_on_the_device_and_what_has_no_kernels_on_the_host(
-    start: Start, connect: Connect, decoding: Decoding, codec: str, has_kernels: bool
+    serve: Serve, decoding: Decoding, codec: str, has_kernels: bool
 ) -> None:
-    server = start(codec)
-    client = connect(server, WIDE)
-    keys = on_disk(server, client)
+    server, client, keys = serve(codec)
     assert codecs_on_disk(server, keys) == {codec_by_name(codec).codec_id}
     engine = Engine(WIDE, blocks_for(COUNT))
     reader, watched = decoding
@@ -469,11 +470,9 @@ def test_kvq_is_decoded_on_the_device_and_what_has_no_kernels_on_the_host(
 
 @pytest.mark.parametrize(("codec", "damaged"), [("kvq:3", 1), ("lossless", 0), ("raw", COUNT - 1)])
 def test_a_damaged_frame_ends_the_prefix_and_is_dropped(
-    start: Start, connect: Connect, decoding: Decoding, codec: str, damaged: int, tmp_path: Path
+    serve: Serve, decoding: Decoding, codec: str, damaged: int, tmp_path: Path
 ) -> None:
-    server = start(codec)
-    client = connect(server, WIDE)
-    keys = on_disk(server, client)
+    server, client, keys = serve(codec)
     flip_a_bit(tmp_path / "disk", keys[damaged])
     assert read(client, keys, Engine(WIDE, blocks_for(COUNT)), decoding[0]) == damaged
     copies = server.node.store.catalog.copies
@@ -483,11 +482,9 @@ def test_a_damaged_frame_ends_the_prefix_and_is_dropped(
 
 
 def test_contents_that_only_the_kernels_find_wrong_end_the_prefix_and_are_asked_to_be_dropped(
-    start: Start, connect: Connect, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, decoding: Decoding, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = start("kvq:3")
-    client = connect(server, WIDE)
-    keys = on_disk(server, client, 3)
+    _, client, keys = serve("kvq:3", 3)
     reader, watched = decoding
     watched.refused = CHUNK_TOKENS
     dropped: list[ChunkKey] = []
@@ -516,11 +513,10 @@ def test_memory_that_was_reused_is_said_before_what_is_wrong_in_it(
 
 
 def test_a_frame_of_a_codec_to_come_or_that_states_less_than_was_asked_for_is_missing_and_stays(
-    start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch
+    serve: Serve, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server = start("kivi:8")
-    client = connect(server, WIDE)
-    keys, engine = on_disk(server, client, 2), Engine(WIDE, blocks_for(2))
+    server, client, keys = serve("kivi:8", 2)
+    engine = Engine(WIDE, blocks_for(2))
 
     def refuse(self: object, header: FrameHeader) -> None:
         raise UnknownCodecError("6 revision 2", "kivi:8 is 6 revision 1")
@@ -544,11 +540,10 @@ def test_a_frame_of_a_codec_to_come_or_that_states_less_than_was_asked_for_is_mi
 
 @pytest.mark.parametrize("readable", [0, 1])
 def test_a_file_that_cannot_be_read_ends_the_prefix_and_is_an_error_at_its_start(
-    start: Start, connect: Connect, monkeypatch: pytest.MonkeyPatch, readable: int
+    serve: Serve, monkeypatch: pytest.MonkeyPatch, readable: int
 ) -> None:
-    server = start("lossless")
-    client = connect(server, WIDE)
-    keys, engine = on_disk(server, client, 3), Engine(WIDE, blocks_for(3))
+    server, client, keys = serve("lossless", 3)
+    engine = Engine(WIDE, blocks_for(3))
     read_file, left = FileFrame._bytes, [readable]
 
     def fail(self: FileFrame, first: int, last: int) -> Bytes:

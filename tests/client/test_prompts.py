@@ -323,6 +323,10 @@ def test_what_cannot_be_written_to_is_no_target(client: Client) -> None:
     out.flags.writeable = False
     with pytest.raises(InvalidRequestError, match="out='read-only'"):
         client.get(prompt, out=out)
+    keys, chunk = client.keys(prompt), [[list(layer) for layer in out]]
+    for read in (client.get_chunks, lambda *given: list(client.get_chunk_layers(*given))):
+        with pytest.raises(InvalidRequestError, match="out='read-only'"):
+            read(keys, [chunk])
     pages = [np.broadcast_to(np.float16(0), (4, 2, 16, 2, 8)) for _ in range(2)]
     cache = PagedCache(HALF, pages, "block kv token head dim")
     with pytest.raises(InvalidRequestError, match="out='read-only'"):

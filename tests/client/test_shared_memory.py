@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import torch
 from conftest import ServerMaker
+from contracts.bulk_channel import digests
 from contracts.parallel import Connect
 from contracts.transport import TransportContract
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
@@ -48,7 +49,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import FrameTemplate
-from kvstore.proto.types import DIGEST_BYTES, ROOT, ChunkKey, KVLayout
+from kvstore.proto.types import ROOT, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import NOWHERE, Place, Reach, pack_places
 
 
@@ -169,10 +170,6 @@ class TestShmTransport(TransportContract):
             for found in patient.get_chunks([key]):
                 assert is_right(patient, key, found)
         assert len(patient.get_chunks([second])) == 1
-
-
-def digests(keys: list[ChunkKey]) -> bytes:
-    return b"".join(key[DIGEST_BYTES:] for key in keys)
 
 
 # --- when memory cannot be shared

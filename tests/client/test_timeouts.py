@@ -300,7 +300,7 @@ def test_a_call_does_not_wait_for_another_that_opens_the_session(
             client.lookup(tokens(1, 64))
 
 
-def test_a_call_that_hangs_in_its_last_request_counts_with_its_whole_time(
+def test_a_call_that_hangs_at_its_end_counts_with_its_whole_time(
     server: LocalServer,
 ) -> None:
     options = ClientOptions("grpc", 16, deadline_ms=DEADLINE_MS, retry_after_ms=60_000)

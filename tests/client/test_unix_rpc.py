@@ -219,7 +219,7 @@ def test_calls_in_a_queue_share_a_connection_and_each_has_its_own_answer(setting
     assert len(false.joins) == 2  # all answered, it is anybody's
 
 
-def test_queue_that_lost_its_connection_goes_on_through_grpc_and_on_a_new_one(
+def test_queue_that_lost_its_connection_goes_on_by_grpc_and_a_new_one(
     setting: Setting,
 ) -> None:
     false = setting.serve(lambda message: [HANG_UP])
@@ -346,7 +346,7 @@ def test_call_that_gets_no_answer_goes_through_grpc_on_no_connection_of_the_old(
         setting.look_up()
 
 
-def test_stream_that_breaks_goes_through_grpc_or_in_the_middle_is_unavailable(
+def test_stream_that_breaks_goes_by_grpc_or_in_the_middle_is_unavailable(
     setting: Setting,
 ) -> None:
     false = setting.serve(lambda _: [HANG_UP])

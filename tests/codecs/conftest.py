@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
+from golden.samples import FOLDER
 
-from kvstore.codecs.assets import ASSETS
+from kvstore.codecs.assets import ASSETS, read_asset
 
 
 @pytest.fixture(autouse=True, scope="module")
@@ -16,3 +17,10 @@ def assets_of_its_own() -> Iterator[None]:
         patch.setattr(ASSETS, "_by_digest", {})
         patch.setattr(ASSETS, "_newest", {})
         yield
+
+
+@pytest.fixture(scope="module")
+def golden_assets(assets_of_its_own: None) -> None:
+    """Those that the golden frames name, on that shelf."""
+    for path in FOLDER.glob("*.kvasset"):
+        ASSETS.add(read_asset(path))

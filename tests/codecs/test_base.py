@@ -15,7 +15,6 @@ from contracts.ends import HYBRID
 from contracts.lossy_codec import numbers
 from golden.samples import FOLDER
 
-from kvstore.codecs.assets import ASSETS, read_asset
 from kvstore.codecs.base import (
     CODECS,
     REPLACED,
@@ -104,14 +103,9 @@ def test_empty_tensors_have_the_layout_they_were_made_for() -> None:
         check_tensors(SMALL, tensors)
 
 
+pytestmark = pytest.mark.usefixtures("golden_assets")
 FRAMES = sorted(FOLDER.glob("*.frame"))
 RAW, SHARD, LOSSY = (FOLDER / f"{name}-r1.frame" for name in ("raw", "shard", "kivi-8"))
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _assets() -> None:
-    for path in FOLDER.glob("*.kvasset"):
-        ASSETS.add(read_asset(path))
 
 
 def own(path: Path) -> bytes | None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from itertools import product
 
 import numpy as np
 import pytest
@@ -66,16 +65,14 @@ def turned_heads(blocks: int, heads: int, tokens: int, width: int, dtype: str) -
 BLOCKS = [
     (32, 64, "u4"), (16, 64, "u2"), (64, 128, "u1"), (16, 40, "u2"), (20, 64, "u4"), (4, 256, "u2"),
 ]  # fmt: skip
-"""Tokens, width and type."""
 
 
 @pytest.mark.parametrize("path", native.paths())
-def test_the_loop_fills_blocks_and_sums_them_as_numpy_does(path: str) -> None:
-    for (tokens, width, dtype), offset in product(BLOCKS, (0, 2)):
-        fills_and_sums(tokens, width, dtype, offset, path)
-
-
-def fills_and_sums(tokens: int, width: int, dtype: str, offset: int, path: str) -> None:
+@pytest.mark.parametrize("offset", [0, 2])
+@pytest.mark.parametrize(("tokens", "width", "dtype"), BLOCKS)
+def test_the_loop_fills_blocks_and_sums_them_as_numpy_does(
+    tokens: int, width: int, dtype: str, offset: int, path: str
+) -> None:
     heads, ids, rng = 3, np.array([5, 0, 7]), np.random.default_rng(tokens)
     shape = (2, 2, heads, len(ids) * tokens, width)
     memory = rng.integers(0, 256, offset + np.prod(shape) * np.dtype(dtype).itemsize, np.uint8)

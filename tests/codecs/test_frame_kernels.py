@@ -63,9 +63,22 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> LaunchedKernels:
     return LaunchedKernels(CPU, compile_kernels(tmp_path_factory.mktemp("kernels")))
 
 
+@pytest.fixture(params=["host", "compiled"])
+def either(request: pytest.FixtureRequest, compiled: LaunchedKernels) -> FrameKernels:
+    return compiled if request.param == "compiled" else HostKernels()
+
+
+@pytest.fixture(
+    scope="session", params=["compiled", pytest.param("cuda", marks=[pytest.mark.gpu, needs_gpu])]
+)
+def device(request: pytest.FixtureRequest) -> torch.device:
+    return CPU if request.param == "compiled" else torch.device("cuda", 0)
+
+
 @pytest.fixture(scope="session")
-def device() -> torch.device:
-    return torch.device("cuda", 0)
+def kernels(device: torch.device, compiled: LaunchedKernels) -> FrameKernels:
+    """Those of *device*, launched."""
+    return compiled if device is CPU else open_kernels(device)
 
 
 def lay_out(sizes: Sequence[int]) -> tuple[Bytes, FrameHeader]:
@@ -100,15 +113,10 @@ SIZES = [
 
 
 @pytest.mark.parametrize("sizes", SIZES, ids=["short", "edges", "stripes", "long"])
-def test_checksums_are_xxh3_whatever_the_size(compiled: LaunchedKernels, sizes: list[int]) -> None:
-    assert_sums(compiled, sizes, CPU)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_checksums_on_cuda_are_xxh3_whatever_the_size(device: torch.device) -> None:
-    for sizes in SIZES:
-        assert_sums(open_kernels(device), sizes, device)
+def test_checksums_are_xxh3_whatever_the_size(
+    kernels: FrameKernels, device: torch.device, sizes: list[int]
+) -> None:
+    assert_sums(kernels, sizes, device)
 
 
 # --- rows between a frame and pages
@@ -192,14 +200,12 @@ def two_frames(shape: tuple[DType, int, int, int, int, int, int]) -> tuple[Bytes
     ]
 
 
-@pytest.mark.parametrize("kernels_of", ["host", "compiled"])
 @pytest.mark.parametrize(
     "extent", [Extent(0, 2, 1, 3), Extent(1, 3, 0, 4), Extent(2, 3, 3, 4)], ids=str
 )
 def test_pages_of_a_rank_get_their_layers_and_heads_and_the_whole_frame_is_summed(
-    compiled: LaunchedKernels, extent: Extent, kernels_of: str
+    either: FrameKernels, extent: Extent
 ) -> None:
-    kernels = compiled if kernels_of == "compiled" else HostKernels()
     layers, heads, dim, tokens, block_tokens, first_token = 3, 4, 16, 17, 4, 3
     memory, frames = two_frames(
         (DType.bfloat16, layers, heads, dim, tokens, block_tokens, first_token)
@@ -214,7 +220,7 @@ def test_pages_of_a_rank_get_their_layers_and_heads_and_the_whole_frame_is_summe
     )
     shard = ChunkShard(frames[0].header.layout, (extent,))
     paged = Paged((pages,), [ids], shard)
-    found = kernels.scatter(aligned(memory), frames, paged)()
+    found = either.scatter(aligned(memory), frames, paged)()
     assert found == [f.header.segments["checksum"].tolist() for f in frames]
     slots = np.arange(first_token, first_token + 2 * tokens)
     blocks, places = np.array(ids)[slots // block_tokens], slots % block_tokens
@@ -245,20 +251,10 @@ def test_pages_of_a_rank_are_checked_against_its_shard(compiled: LaunchedKernels
 
 @pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape[1:])))
 def test_rows_move_as_torch_moves_them(
-    compiled: LaunchedKernels, shape: tuple[DType, int, int, int, int, int, int]
+    kernels: FrameKernels, device: torch.device, shape: tuple[DType, int, int, int, int, int, int]
 ) -> None:
     for order in ORDERS:
-        assert_rows_move(compiled, shape, order, CPU)
-
-
-@pytest.mark.gpu
-@needs_gpu
-@pytest.mark.parametrize("shape", SHAPES, ids=lambda shape: "-".join(map(str, shape[1:])))
-def test_rows_move_on_cuda_as_torch_moves_them(
-    device: torch.device, shape: tuple[DType, int, int, int, int, int, int]
-) -> None:
-    for order in ORDERS:
-        assert_rows_move(open_kernels(device), shape, order, device)
+        assert_rows_move(kernels, shape, order, device)
 
 
 def launched_by(work: Callable[[LaunchedKernels], object]) -> list[str]:
@@ -285,18 +281,16 @@ def test_rows_move_in_the_largest_words_that_fit_and_are_summed_as_they_are_copi
             assert launched[1:] == ["chain_blocks", "finish_segments"]
 
 
-@pytest.mark.parametrize("kernels", ["compiled", "host"])
 def test_words_before_and_in_frames_are_read_and_none_past_the_end_of_memory(
-    compiled: LaunchedKernels, kernels: str
+    either: FrameKernels,
 ) -> None:
     words = np.arange(40, dtype=np.int64)
-    reads = compiled if kernels == "compiled" else HostKernels()
     starts = np.array([(64, 0), (16, 9), (304, 3)], np.int64)
-    tables = reads.tables(starts, Paged((), [(4, 0, 5)]))
+    tables = either.tables(starts, Paged((), [(4, 0, 5)]))
     assert tables.blocks.tolist() == [4, 0, 5]
-    found = reads.words(torch.from_numpy(words.view(np.uint8)), tables, 8, 4)()
+    found = either.words(torch.from_numpy(words.view(np.uint8)), tables, 8, 4)()
     assert found.tolist() == [[7, 8, 9, 10], [1, 2, 3, 4], [37, 38, 39, 0]]
-    (last,) = reads.words(torch.from_numpy(words.view(np.uint8)), tables.cut(1, 2), 16, 2)()
+    (last,) = either.words(torch.from_numpy(words.view(np.uint8)), tables.cut(1, 2), 16, 2)()
     assert last.tolist() == [0, 1]
 
 
@@ -331,7 +325,9 @@ def engine_of_tables(device: torch.device) -> tuple[Model, Callable[[], Paged]]:
     return of_model, engine
 
 
-def assert_tables_and_skips(kernels: FrameKernels, device: torch.device) -> None:
+def test_each_layer_has_its_block_table_and_skipped_blocks_stay_as_they_are(
+    kernels: FrameKernels, device: torch.device
+) -> None:
     of_model, engine = engine_of_tables(device)
     _, on_cpu = engine_of_tables(CPU)
     made = [make_frame(seed, representation=of_model)[1] for seed in (5, 6, 7)]
@@ -350,18 +346,6 @@ def assert_tables_and_skips(kernels: FrameKernels, device: torch.device) -> None
     kernels.move(back, frames, ours, to_pages=False)
     HostKernels().move(right, frames, theirs, to_pages=False)
     assert torch.equal(back.cpu(), right)
-
-
-def test_each_layer_has_its_block_table_and_skipped_blocks_stay_as_they_are(
-    compiled: LaunchedKernels,
-) -> None:
-    assert_tables_and_skips(compiled, CPU)
-
-
-@pytest.mark.gpu
-@needs_gpu
-def test_each_layer_has_its_block_table_on_cuda(device: torch.device) -> None:
-    assert_tables_and_skips(open_kernels(device), device)
 
 
 def test_frames_of_a_step_are_gathered_by_one_launch() -> None:
@@ -409,8 +393,8 @@ def test_cudas_own_compiler_takes_the_source(architecture: str) -> None:
 
 @pytest.mark.gpu
 @needs_gpu
-def test_a_device_is_compiled_for_once(device: torch.device) -> None:
-    assert cuda_launcher(device.index or 0) is cuda_launcher(device.index or 0)
+def test_a_device_is_compiled_for_once() -> None:
+    assert cuda_launcher(0) is cuda_launcher(0)
 
 
 def test_a_compiler_that_refuses_is_said_so(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -15,12 +15,16 @@ from golden import kvq_samples, lossy_samples, samples
 from golden.samples import FOLDER, template_of, vectors
 
 from kvstore.codecs.assets import read_asset
-from kvstore.codecs.base import EncodeTerms, LossyCodec, codec_by_id, empty_tensors
+from kvstore.codecs.base import EncodeTerms, LossyCodec, codec_by_id, codec_by_name, empty_tensors
+from kvstore.codecs.kvq import KvqCodec
+from kvstore.codecs.kvq_models import RATIOS
+from kvstore.codecs.kvq_tiles import KvqLoops
 from kvstore.codecs.raw import RawCodec
 from kvstore.codecs.transcode import transcode
+from kvstore.proto import native
 from kvstore.proto.buffers import Bytes, checksum
 from kvstore.proto.frame import FrameTemplate, check_frame, parse_header, raw_frame_bytes
-from kvstore.proto.types import Accuracy
+from kvstore.proto.types import Accuracy, Component, DType, KVLayout, LayerKind
 
 SUMS = {
     "kivi-8-r1": 0x2E648273FA63D973,
@@ -68,6 +72,14 @@ LOSSY = {
     name: Golden(codec, kvq_samples.template(name), kvq_samples.tensors(), terms)
     for name, (codec, terms) in kvq_samples.codecs().items()
 }  # fmt: skip
+OTHER_SHAPES = {
+    ("2", DType.float16, 3, 66, 41): 0x0517190491C7DC66,
+    ("0", DType.float32, 2, 128, 33): 0x88E6DE18D44128EB,
+    ("3,sinks=4", DType.bfloat16, 3, 40, 61): 0xCFC0BFE85EA308FE,
+    ("1,importance", DType.float16, 5, 80, 257): 0xCCE7002B7EA5A652,
+    ("layered,sinks=3", DType.float32, 1, 192, 300): 0x89F93D2C46F50DF5,
+}
+"""xxh3_64 of frames of kvq: its terms, dtype, heads, head_dim and tokens."""
 EXACT = ["raw-r1", "lossless-r1", "lossless-r2"]
 
 
@@ -103,6 +115,20 @@ def test_golden_frames_of_lossy_codecs_are_read_and_written_as_ever(name: str) -
     again = made.read(made.written())
     assert same(*([[[parts[1]] for parts in x[0]]] for x in (found, again)))
     assert largest_error(made.template.layout, found, again) <= header.error_bound
+
+
+@pytest.mark.parametrize("path", native.paths())
+def test_frames_of_kvq_of_other_types_and_shapes_are_written_as_ever(path: str) -> None:
+    for (terms, dtype, heads, dim, tokens), expected in OTHER_SHAPES.items():
+        layout = KVLayout((Component(LayerKind.attention, dtype, 2, heads, dim, tokens),))
+        named = codec_by_name(f"kvq:{terms}")
+        assert isinstance(named, KvqCodec)
+        quality = None if named.levels else RATIOS.index(named.ratio)
+        codec = KvqCodec(quality, KvqLoops(path), named.options)
+        template = replace(lossy_samples.template(), layout=layout, position=1)
+        weights = EncodeTerms(importance=kvq_samples.importance(tokens))
+        made = Golden(codec, template, kvq_samples.tensors(layout), weights)
+        assert checksum(made.written()) == expected
 
 
 @pytest.mark.parametrize("name", EXACT)

@@ -13,7 +13,6 @@ import pytest
 from contracts.codec import peak_bytes
 from golden.samples import FOLDER
 
-from kvstore.codecs.assets import ASSETS, read_asset
 from kvstore.codecs.base import codec_by_id, empty_tensors
 from kvstore.codecs.slices import decode_shard
 from kvstore.proto.buffers import Bytes, as_bytes, checksum
@@ -27,16 +26,11 @@ from kvstore.proto.frame import (
     parse_header,
 )
 
+pytestmark = pytest.mark.usefixtures("golden_assets")
 FRAMES = sorted(path.name for path in FOLDER.glob("*.frame"))
 REFUSALS = (InvalidFrameError, ChunkCorruptError, UnknownCodecError, ModelError)
 _MOST_BYTES = 16 << 20
 HOSTILE_BYTES = (0, 1, 0x7F, 0x80, 0xFE, 0xFF)
-
-
-@pytest.fixture(autouse=True, scope="module")
-def assets(assets_of_its_own: None) -> None:
-    for path in FOLDER.glob("*.kvasset"):
-        ASSETS.add(read_asset(path))
 
 
 def hostile_span(draw: random.Random, size: int) -> bytes:

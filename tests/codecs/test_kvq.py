@@ -10,6 +10,7 @@ from contracts.codec import (
     Tensors,
     all_zero,
     decoded,
+    encoded,
     filled,
     layouts,
     pairwise,
@@ -22,6 +23,7 @@ from contracts.lossy_codec import (
     NUMBERS,
     SMALL,
     LossyCodecContract,
+    bits_of,
     centred,
     largest_error,
     numbers,
@@ -29,10 +31,9 @@ from contracts.lossy_codec import (
     promise_held,
 )
 from golden import kvq_models as computed
-from oracles.kvq_numpy import NUMPY_KVQ
 
-from kvstore.codecs.base import EncodeTerms, LossyCodec, Part, codec_by_id, codec_by_name
-from kvstore.codecs.floats import from_float32, to_float32
+from kvstore.codecs.base import EncodeTerms, codec_by_id, codec_by_name
+from kvstore.codecs.floats import to_float32
 from kvstore.codecs.kvq import KEY_SHARE, VALUE_SHARE, KvqCodec
 from kvstore.codecs.kvq_layer import HEAD, QUANTISED, Head, parse_body, parse_refinement
 from kvstore.codecs.kvq_models import ASSET, PLAIN, RATIOS, classes_of, kvq_models
@@ -71,16 +72,6 @@ def kvq(terms: str) -> KvqCodec:
     return found
 
 
-def encoded(
-    by: LossyCodec, tensors: Tensors, layout: KVLayout, terms: EncodeTerms | None = None,
-    position: int = 512,
-) -> Bytes:  # fmt: skip
-    """Return the frame of the chunk of a prompt that begins at *position*."""
-    out = np.empty(by.max_frame_bytes(layout), np.uint8)
-    header = by.encode(template(layout, position=position), tensors, out, terms)
-    return out[: header.frame_bytes]
-
-
 def read(frame: Bytes, position: int | None = None, level: int | None = None) -> Tensors:
     """Read *frame* from no more of its bytes than *level* needs."""
     header = parse_header(frame)
@@ -111,12 +102,6 @@ def attention(dtype: DType, heads: int = 2, dim: int = 64, tokens: int = 96) -> 
     return KVLayout((Component(LayerKind.attention, dtype, 2, heads, dim, tokens),))
 
 
-def bits_of(floats: np.ndarray, dtype: DType) -> Part:
-    out = np.empty(floats.shape, f"u{dtype.item_bytes}")
-    from_float32(floats.astype(np.float32), dtype, out)
-    return out
-
-
 def rotated_keys(layout: KVLayout, position: int) -> Tensors:
     """Return tensors whose keys have a mean a channel before they are rotated."""
     component = layout.components[0]
@@ -143,20 +128,20 @@ PATH_ROWS = pairwise(
 )
 
 
-@pytest.mark.parametrize("path", paths())
-def test_every_path_writes_and_reads_the_bytes_of_the_reference(path: str) -> None:
+@pytest.mark.parametrize("path", [path for path in paths() if path != "portable"])
+def test_every_path_writes_and_reads_the_bytes_of_the_plainest(path: str) -> None:
     for name, dtype, shape, terms, fill in PATH_ROWS:
         layout, by = layouts(dtype)[shape], kvq(name)
         quality = None if by.levels else RATIOS.index(by.ratio)
         weights = np.arange(layout.tokens, dtype=np.float32)
         given = replace(terms or EncodeTerms(), importance=weights)
-        reference, found = (
-            KvqCodec(quality, loops, by.options) for loops in (NUMPY_KVQ, KvqLoops(path))
+        plain, found = (
+            KvqCodec(quality, KvqLoops(loops), by.options) for loops in ("portable", path)
         )
         tensors, outs = numbers(layout, fill), []
-        frame = encoded(reference, tensors, layout, given, 1)
+        frame = encoded(plain, tensors, layout, given, 1)
         assert np.array_equal(frame, encoded(found, tensors, layout, given, 1))
-        for codec in (reference, found):
+        for codec in (plain, found):
             outs.append(filled(layout, all_zero))
             codec.decode_into(parse_header(frame), frame, outs[-1])
         assert same(*outs)
@@ -166,7 +151,7 @@ def test_a_changed_layer_is_refused_or_is_the_same_to_all_paths() -> None:
     layout, rng = attention(DType.bfloat16), np.random.default_rng(9)
     component, weights = layout.components[0], np.arange(96, dtype=np.float32)
     terms = EncodeTerms(ROPE, importance=weights)
-    codecs = [KvqCodec(0, loops) for loops in (NUMPY_KVQ, *map(KvqLoops, paths()))]
+    codecs = [KvqCodec(0, loops) for loops in map(KvqLoops, paths())]
     refused = 0
     for name in SETTINGS[1:]:
         frame = encoded(kvq(name), numbers(layout, outliers), layout, terms, 1)
@@ -313,19 +298,6 @@ def test_the_model_file_is_the_one_that_was_computed() -> None:
         assert row[0] >= 2
 
 
-def test_coded_states_and_codes_are_refused() -> None:
-    layout = attention(DType.float32)
-    frame = encoded(KvqCodec(), numbers(layout), layout)
-    body = parse_header(frame).segment(frame, 0)
-    for component in (
-        Component(LayerKind.state, DType.float32, 1, 1, 700, 1),
-        Component(LayerKind.attention, DType.int8, 1, 2, 64, 96),
-    ):
-        out = [np.zeros(component.shape, f"u{component.dtype.item_bytes}")] * component.parts
-        with pytest.raises(InvalidFrameError, match="is not quantised"):
-            KvqCodec().decode_segment(body, component, out)
-
-
 # --- levels
 
 
@@ -379,7 +351,7 @@ def test_a_prefix_too_short_for_its_level_is_refused() -> None:
             KvqCodec(None).decode_prefix(header, frame, level, filled(SMALL, all_zero))
 
 
-def test_refinements_changed_or_mixed_up_are_read_or_refused() -> None:
+def test_refinements_mixed_up_or_behind_classes_are_refused() -> None:
     frame = encoded(kvq("layered"), numbers(SMALL), SMALL)
     header = parse_header(frame)
     data = [header.segment(frame, 2 * level) for level in range(LEVELS + 1)]
@@ -392,18 +364,6 @@ def test_refinements_changed_or_mixed_up_are_read_or_refused() -> None:
             return True
         return False
 
-    rng, refused = np.random.default_rng(0), 0
-    for _ in range(3000):
-        level = int(rng.integers(1, LEVELS + 1))
-        bodies = [each.copy() for each in data]
-        for _ in range(rng.integers(1, 4)):
-            body = bodies[level]
-            at = rng.integers(0, len(body) if rng.random() < 0.5 else min(32, len(body)))
-            body[at] = rng.choice([0, 1, 0x7F, 0x80, 0xFF])
-        if rng.random() < 0.3:
-            bodies[level] = bodies[level][: int(rng.integers(0, len(bodies[level])))]
-        refused += is_refused(bodies)
-    assert refused > 1000
     for mixed in ([data[0], data[2]], [data[0], data[2], data[1]], [data[0], data[0]]):
         assert is_refused(mixed)
     terms = EncodeTerms(importance=np.arange(SMALL.tokens, dtype=np.float32))

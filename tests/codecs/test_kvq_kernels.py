@@ -1,4 +1,4 @@
-"""The kernels of kvq, run on the CPU and compiled for CUDA, against the numpy backend."""
+"""The kernels of kvq, run on the CPU and compiled for CUDA, against the host's loops."""
 
 from __future__ import annotations
 
@@ -15,8 +15,6 @@ from contracts.lossy_codec import centred, large, numbers, outliers, tiny
 from helpers.cpu_kernels import compile_kernels
 from helpers.cuda_compiler import ARCHITECTURES, compile_cuda, resources
 from helpers.device_frames import CPU, Place, decoded, is_refused
-from oracles.kvq_numpy import NUMPY_KVQ
-from oracles.rans import NUMPY as NUMPY_RANS
 
 from kvstore.codecs import kvq_kernels
 from kvstore.codecs.base import EncodeTerms
@@ -26,7 +24,7 @@ from kvstore.codecs.kvq_kernels import SOURCES, THREADS, KvqKernels, open_kvq_ke
 from kvstore.codecs.kvq_layer import Body, parse_body
 from kvstore.codecs.kvq_models import ESCAPE, MODELS, kvq_models
 from kvstore.codecs.kvq_tiles import TILE_CHANNELS, Cut
-from kvstore.codecs.rans import SLOTS, Stream
+from kvstore.codecs.rans import SLOTS, Stream, native_backend
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import InvalidFrameError
 from kvstore.proto.frame import FrameWriter, parse_header
@@ -52,30 +50,13 @@ def compiled(tmp_path_factory: pytest.TempPathFactory) -> KvqKernels:
     return KvqKernels(CPU, compile_kernels(folder, SOURCES, KERNELS, EMULATED_THREADS))
 
 
-def reference(quality: int = 3) -> KvqCodec:
-    return KvqCodec(quality, NUMPY_KVQ)
-
-
-def at_start(
-    codec: KvqCodec,
-    tensors: Tensors,
-    layout: KVLayout,
-    terms: EncodeTerms | None = None,
-    position: int = 0,
-) -> Bytes:
-    """Return the frame of a prompt's first chunk, which has exact tokens."""
-    out = np.empty(codec.max_frame_bytes(layout), np.uint8)
-    header = codec.encode(template(layout, position=position), tensors, out, terms)
-    return out[: header.frame_bytes]
-
-
 def with_sinks(sinks: int, importance: bool = False) -> KvqCodec:
-    return KvqCodec(3, NUMPY_KVQ, Options(sinks, importance))
+    return KvqCodec(3, options=Options(sinks, importance))
 
 
 def read(frame: Bytes) -> Tensors:
-    """Return what the reference reads."""
-    return decoded(frame, reference().decode_into)
+    """Return what the host reads."""
+    return decoded(frame, KvqCodec(3).decode_into)
 
 
 def decode(kernels: KvqKernels, place: Place) -> None:
@@ -125,25 +106,25 @@ _every_rope = pytest.mark.parametrize("terms", list(ROPES.values()), ids=list(RO
 @pytest.mark.gpu
 @needs_gpu
 @_every_float
-def test_kernels_on_cuda_read_what_numpy_reads(dtype: DType) -> None:
+def test_kernels_on_cuda_read_what_the_host_reads(dtype: DType) -> None:
     for name in shapes(DType.uint8):
         device = torch.device("cuda", 0)
         layout = shapes(dtype)[name]
         for terms in ROPES.values():
             tensors = numbers(layout, outliers)
-            frames = [at_start(reference(q), tensors, layout, terms) for q in range(4)]
+            frames = [encoded(KvqCodec(q), tensors, layout, terms, position=0) for q in range(4)]
             assert_decoded(open_kvq_kernels(device), frames, device)
 
 
 @pytest.mark.parametrize("name", shapes(DType.uint8))
-def test_kernels_read_what_numpy_reads_and_exact_tokens_in_front(
+def test_kernels_read_what_the_host_reads_and_exact_tokens_in_front(
     compiled: KvqKernels, name: str
 ) -> None:
     fills = (centred, outliers, tiny, large)
     for row in pairwise(FLOATS, (0, 1, 3, 4), list(ROPES.values()), fills):
         dtype, sinks, terms, fill = row
         layout = shapes(dtype)[name]
-        frame = at_start(with_sinks(sinks), numbers(layout, fill), layout, terms)
+        frame = encoded(with_sinks(sinks), numbers(layout, fill), layout, terms, position=0)
         assert_decoded(compiled, [frame])
         if name == "odd":
             component = replace(SMALL.components[0], dtype=dtype)
@@ -158,15 +139,15 @@ def test_layers_whose_tokens_have_classes_are_decoded_by_the_host(
     layout = shapes(DType.bfloat16)["a head a tile"]
     weights = np.arange(layout.tokens, dtype=np.float32)
     weighed = replace(terms or EncodeTerms(), importance=weights)
-    frame = at_start(with_sinks(1, importance=True), numbers(layout), layout, weighed)
-    plain = at_start(with_sinks(1), numbers(layout), layout, terms)
+    frame = encoded(with_sinks(1, importance=True), numbers(layout), layout, weighed, position=0)
+    plain = encoded(with_sinks(1), numbers(layout), layout, terms, position=0)
     assert_decoded(compiled, [frame, plain])
 
 
 def test_frames_with_unlike_counts_of_exact_tokens_are_decoded(compiled: KvqKernels) -> None:
     layout = shapes(DType.bfloat16)["more than a block"]
     tensors, terms = numbers(layout), ROPES["turned back"]
-    frames = [at_start(with_sinks(4), tensors, layout, terms, at) for at in (0, 3, 300, 1)]
+    frames = [encoded(with_sinks(4), tensors, layout, terms, at) for at in (0, 3, 300, 1)]
     assert_decoded(compiled, frames)
 
 
@@ -178,7 +159,7 @@ def test_heads_are_read_from_host_memory_where_it_is_given(
     tensors = numbers(layout)
     tensors[0][1][0][0, 3, 5] = 0x7FC1  # a layer that is kept exactly
     tensors[1][0][0][0, 0, 0] = 0xFF80
-    frame = encoded(reference(), tensors, layout, terms)
+    frame = encoded(KvqCodec(3), tensors, layout, terms)
     assert_decoded(compiled, [frame])
     found, expected = Place.of([frame]), Place.of([frame])
     decode(compiled, expected)
@@ -193,13 +174,13 @@ def test_little_memory_takes_several_launches(
 ) -> None:
     monkeypatch.setattr(kvq_kernels, "SCRATCH_BYTES", 1)
     layout = shapes(DType.float16)["more than a block"]
-    frames = [encoded(reference(), numbers(layout), layout, ROPES["turned back"])] * 2
+    frames = [encoded(KvqCodec(3), numbers(layout), layout, ROPES["turned back"])] * 2
     assert_decoded(compiled, frames)
 
 
 def test_frames_with_levels_are_left_to_the_host(compiled: KvqKernels) -> None:
     layout = layouts(DType.bfloat16)["mha"]
-    codec = KvqCodec(None, NUMPY_KVQ)
+    codec = KvqCodec(None)
     place = Place.of([encoded(codec, numbers(layout), layout)])
     before = place.contents()
     with pytest.raises(InvalidFrameError, match="levels"):
@@ -214,7 +195,7 @@ SMALL = KVLayout((Component(LayerKind.attention, DType.bfloat16, 1, 2, 64, 20),)
 
 def frame_of(body: bytes, layout: KVLayout) -> Bytes:
     out = np.zeros(8192 + len(body), np.uint8)
-    codec = reference()
+    codec = KvqCodec(3)
     writer = FrameWriter(template(layout), out)
     writer.reserve(len(body))[:] = np.frombuffer(body, np.uint8)
     writer.commit(len(body))
@@ -229,7 +210,7 @@ def all_escapes(component: Component, seed: int) -> bytes:
     count = component.parts * cut.columns * len(cut.blocks)
     models = rng.integers(0, MODELS, (count, TILE_CHANNELS)).astype(np.uint8)
     symbols = np.full((count, component.tokens, TILE_CHANNELS), ESCAPE, np.uint8)
-    stream = NUMPY_RANS.encode_tiles(symbols, models, kvq_models().table)
+    stream = native_backend().encode_tiles(symbols, models, kvq_models().table)
     halves = rng.integers(0, 0x7C00, models.shape) | rng.choice([0, 0x8000], models.shape)
     body = Body(
         3, 1.0, np.float32(100.0) ** -np.linspace(0, 1, 32, dtype=np.float32),
@@ -248,7 +229,8 @@ def damaged_bodies(count: int) -> list[bytes]:
     rng = np.random.default_rng(9)
     terms = ROPES["turned back"]
     frames = [
-        at_start(reference(), numbers(SMALL, fill), SMALL, terms) for fill in (centred, outliers)
+        encoded(KvqCodec(3), numbers(SMALL, fill), SMALL, terms, position=0)
+        for fill in (centred, outliers)
     ]
     bodies = [parse_header(f).segment(f, 0).tobytes() for f in frames] + [
         all_escapes(SMALL.components[0], 1)
@@ -266,7 +248,7 @@ def damaged_bodies(count: int) -> list[bytes]:
     return found
 
 
-def test_damaged_bodies_are_refused_or_read_as_numpy_does(compiled: KvqKernels) -> None:
+def test_damaged_bodies_are_refused_or_read_as_the_host_does(compiled: KvqKernels) -> None:
     refusals = 0
     for body in damaged_bodies(HOSTILE_CASES):
         frame = frame_of(body, SMALL)
@@ -286,7 +268,7 @@ def test_damaged_bodies_are_refused_or_read_as_numpy_does(compiled: KvqKernels) 
 
 
 def test_exact_tokens_beyond_a_layers_are_refused(compiled: KvqKernels) -> None:
-    frame = at_start(with_sinks(2), numbers(SMALL), SMALL)
+    frame = encoded(with_sinks(2), numbers(SMALL), SMALL, position=0)
     whole = parse_header(frame).segment(frame, 0)
     bodies = [whole[:-2], *(whole.copy() for _ in range(6))]
     for body, count in zip(bodies[1:], (0, 1, 3, 5, 20, 255), strict=True):
@@ -299,7 +281,7 @@ def test_exact_tokens_beyond_a_layers_are_refused(compiled: KvqKernels) -> None:
 @pytest.mark.parametrize("which", ["a word more", "an escape more", "a model more"])
 def test_what_a_tile_has_too_much_of_is_refused(compiled: KvqKernels, which: str) -> None:
     component = SMALL.components[0]
-    frame = encoded(reference(), numbers(SMALL), SMALL)
+    frame = encoded(KvqCodec(3), numbers(SMALL), SMALL)
     body = parse_body(parse_header(frame).segment(frame, 0), component)
     stream, first = body.stream, np.array([1, 0], np.uint32)
     if which == "a word more":

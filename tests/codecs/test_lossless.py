@@ -25,7 +25,6 @@ from contracts.codec import (
     strided,
 )
 from golden.samples import vectors
-from golden.sieved import unsieved
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -246,21 +245,23 @@ def test_a_changed_segment_is_refused_or_is_the_same_layer_to_all_loops(seed: in
     parts = filled(KVLayout((component,)))[0][0]
     room = np.zeros(LosslessCodec().max_segment_bytes(component), np.uint8)
     right = room[: LosslessCodec().encode_segment(parts, component, room)]
-    out, plain = ([np.empty_like(part) for part in parts] for _ in range(2))
+    codecs = [LosslessCodec(Loops(path)) for path in paths()]
     for _ in range(10):
         segment = right.copy()
         segment[rng.integers(0, len(segment), rng.integers(1, 4))] = rng.integers(0, 256)
         cut = rng.choice([0, 0, 0, 1, 7, len(segment)])
         data = segment[: len(segment) - cut]
-        try:
-            LosslessCodec().decode_segment(data, component, out)
-        except InvalidFrameError:
-            with pytest.raises(InvalidFrameError):
-                PLAIN.decode_segment(data, component, plain)
-        else:
-            assert cut == 0
-            PLAIN.decode_segment(data, component, plain)
-            assert same([[out]], [[plain]])
+        found = set()
+        for codec in codecs:
+            out = [np.zeros_like(part) for part in parts]
+            try:
+                codec.decode_segment(data, component, out)
+            except InvalidFrameError:
+                found.add(b"")
+            else:
+                found.add(b"".join(part.tobytes() for part in out))
+        assert len(found) == 1
+        assert not cut or found == {b""}
 
 
 KINDS = ["bfloat16", "float16", "float32", "bytes"]
@@ -335,6 +336,25 @@ def unpacked(data: bytes, items: int, sieve: Loops) -> Bytes:
     return out
 
 
+def unsieved(data: bytes, items: int) -> bytes:
+    """Return the *items* bytes of a sieved plane, as docs/format.md tells it."""
+    values, counts = data[:15], struct.unpack_from("<5I", data, 16)
+    passes, at = [], HEAD_BYTES
+    for number, count in enumerate((items, *counts[:4])):
+        kinds = []
+        for place in range(count):
+            low, high = struct.unpack_from("<QQ", data, at + 16 * (place // 64))
+            kinds.append((low >> place % 64 & 1) + 2 * (high >> place % 64 & 1))
+        at += 16 * -(-count // 64)
+        passes.append((values[3 * number : 3 * number + 3], kinds))
+    assert at + counts[4] == len(data)
+    left = data[at:]
+    for kept, kinds in reversed(passes):
+        rest = iter(left)
+        left = bytes(next(rest) if kind == 3 else kept[kind] for kind in kinds)
+    return left
+
+
 @pytest.mark.parametrize("name", SIEVES)
 def test_a_sieved_plane_reads_by_the_prose_of_the_format_page(name: str) -> None:
     for items in [150, 2048, 6007]:
@@ -366,19 +386,12 @@ def test_all_sieves_agree_on_any_plane_and_any_values(items: int, spread: int, s
     assert all(body == bodies[0] for body in bodies)
 
 
-def test_planes_that_another_code_suits_are_not_sieved() -> None:
-    for kind in ["zeros", "two values", "noise", "sixty values"]:
-        rng = np.random.default_rng(3)
-        plane = {
-            "zeros": np.zeros(9000, np.uint8),
-            "two values": rng.integers(0, 2, 9000, np.uint8),
-            "noise": rng.integers(0, 256, 9000, np.uint8),
-            "sixty values": rng.integers(0, 60, 9000, np.uint8),
-        }[kind]
-        assert commonest(plane) is None
-        assert (
-            pack_sieved(plane, PLAIN_LOOPS, scratch_for(9000), np.zeros(20_000, np.uint8)) is None
-        )
+@pytest.mark.parametrize("values", [1, 2, 60, 256])
+def test_planes_of_very_few_or_many_values_are_not_sieved(values: int) -> None:
+    plane = np.random.default_rng(3).integers(0, values, 9000, np.uint8)
+    assert commonest(plane) is None
+    out = np.zeros(20_000, np.uint8)
+    assert pack_sieved(plane, PLAIN_LOOPS, scratch_for(9000), out) is None
 
 
 def test_a_plane_that_would_not_fit_is_not_sieved() -> None:
@@ -422,21 +435,6 @@ def test_a_hostile_sieved_plane_is_refused(name: str) -> None:
     for data in HOSTILE_PLANES.values():
         with pytest.raises(InvalidFrameError, match="sieved plane"):
             unpacked(data, ITEMS, Loops(name))
-
-
-@settings(deadline=None, max_examples=300)
-@given(st.integers(0, 2**32 - 1))
-def test_sieves_agree_on_planes_that_were_changed(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    data = np.frombuffer(RIGHT, np.uint8).copy()
-    data[rng.integers(0, len(data), rng.integers(1, 4))] = rng.integers(0, 256)
-    found: list[bytes | None] = []
-    for name in SIEVES:
-        try:
-            found.append(unpacked(data.tobytes(), ITEMS, Loops(name)).tobytes())
-        except InvalidFrameError:
-            found.append(None)
-    assert all(each == found[0] for each in found)
 
 
 WIDE = Component(LayerKind.attention, DType.bfloat16, 1, 4, 128, 256)

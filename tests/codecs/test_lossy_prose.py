@@ -7,17 +7,17 @@ from typing import Any
 
 import numpy as np
 import pytest
+from contracts.lossy_codec import bits_of
 from helpers.asset_samples import ODD, SAMPLES, Samples, decode, encode, noise_of
 from numpy.typing import NDArray
 
 from kvstore.codecs.assets import Asset
 from kvstore.codecs.base import Part
-from kvstore.codecs.floats import from_float32
 from kvstore.codecs.kvq_models import PADDING_MODEL, kvq_models
 from kvstore.codecs.rans import ModelTable, native_backend
 from kvstore.codecs.rope import rotate, rotation
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.types import Component, DType
+from kvstore.proto.types import Component
 
 
 class Reader:
@@ -36,12 +36,6 @@ class Reader:
     @property
     def is_at_end(self) -> bool:
         return self.at == len(self._data)
-
-
-def bits_of(values: NDArray[Any], dtype: DType) -> Part:
-    bits = np.empty(values.shape, f"<u{dtype.item_bytes}")
-    from_float32(values.astype(np.float32), dtype, bits)
-    return bits
 
 
 def with_padding(rows: NDArray[Any], zero: int) -> ModelTable:

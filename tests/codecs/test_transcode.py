@@ -1,7 +1,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise, permutations, product
+from itertools import pairwise, product
 
 import numpy as np
 import pytest
@@ -22,7 +22,7 @@ from contracts.codec import (
 from contracts.lossy_codec import SMALL as LOSSY
 from contracts.lossy_codec import centred, largest_error, numbers
 from golden.samples import template_of
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from kvstore.codecs.base import CODECS, Codec, LossyCodec, Part, codec_by_name, codec_class
@@ -190,14 +190,9 @@ def error_after(chain: Sequence[str], tensors: Tensors) -> tuple[float, float]:
     return largest_error(LOSSY, tensors, decoded(frame)), header.error_bound
 
 
-def test_the_bound_of_two_lossy_steps_is_no_less_than_what_both_lost() -> None:
-    """Of finer, then coarser steps the loss is more than that of either."""
-    for chain in list(permutations(BOUNDED, 2)):
-        error, bound = error_after(chain, numbers(LOSSY))
-        assert 0 < error <= bound
-
-
 @settings(max_examples=20, deadline=None)
+@example(chain=["kivi:8", "kivi:4"], seed=0, scale=1.0)
+@example(chain=["kvq", "kivi:8"], seed=0, scale=1.0)
 @given(chain=CHAINS, seed=st.integers(0, 99), scale=st.sampled_from([1e-3, 1.0, 300.0]))
 def test_the_stated_bound_is_never_below_the_error_after_any_chain_of_lossy_codecs(
     chain: list[str], seed: int, scale: float

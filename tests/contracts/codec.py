@@ -154,11 +154,12 @@ def template(layout: KVLayout, **fields: Any) -> FrameTemplate:
 
 
 def encoded(
-    codec: Codec, tensors: Tensors, layout: KVLayout, terms: EncodeTerms | None = None
-) -> Bytes:
+    codec: Codec, tensors: Tensors, layout: KVLayout, terms: EncodeTerms | None = None,
+    position: int = 512,
+) -> Bytes:  # fmt: skip
     """Return the frame of *tensors*, no byte too long; its header is the one that was returned."""
     out = np.empty(codec.max_frame_bytes(layout), np.uint8)
-    header = codec.encode(template(layout), tensors, out, terms)
+    header = codec.encode(template(layout, position=position), tensors, out, terms)
     assert np.array_equal(parse_header(out).segments, header.segments)
     return out[: header.frame_bytes]
 

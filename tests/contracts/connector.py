@@ -1,17 +1,4 @@
-"""The suite that every Connector passes. Subclass ConnectorContract and say how to run one.
-
-class TestTransformersConnector(ConnectorContract):
-    vocabulary = 4096
-
-    def representation(self) -> Model:
-        return representation_of(self.model, self.tokenizer)
-
-    def make_connector(self, client: Client) -> Connector:
-        return TransformersConnector(client, self.model, durable=True)
-
-    def generate(self, connector: Connector | None, prompt: list[int]) -> list[int]:
-        ...
-"""
+"""The suite that every Connector passes. Subclass ConnectorContract and say how to run one."""
 
 from __future__ import annotations
 
@@ -122,9 +109,7 @@ class ConnectorContract(ABC):
         self.hit_tokens(self.connect(server), prompt)
         assert self.hit_tokens(self.connect(server), prompt) == self.whole_hit(len(prompt))
 
-    def test_prompts_of_other_lengths_hit_the_whole_chunks_they_share(
-        self, server: LocalServer
-    ) -> None:
+    def test_prompts_of_other_lengths_hit_the_chunks_they_share(self, server: LocalServer) -> None:
         prompt, size = self.prompt(4 * self.chunk_tokens), self.chunk_tokens
         connector = self.connect(server)
         for tokens, hit in [(3, 0), (3, 0), (2 * size, 0), (4 * size, 2 * size)]:

@@ -1,7 +1,4 @@
-"""What every transport does for models that keep windows or states: a prefix ends where it can.
-
-A part of TransportContract, in a file of its own.
-"""
+"""What every transport does for models that keep windows or states: a prefix ends where it can."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""What every transport does for engines: pages in place, and work layer by layer.
-
-A part of TransportContract, in a file of its own.
-"""
+"""What every transport does for engines: pages in place, and work layer by layer."""
 
 from __future__ import annotations
 
@@ -98,9 +95,7 @@ class LayersContract:
         slots = np.concatenate([np.arange(block_tokens) + block_tokens * one for one in untouched])
         assert np.array_equal(rows_of(room, range(BLOCKS))[..., slots, :], before[..., slots, :])
 
-    def test_pages_end_before_a_chunk_that_proves_wrong(
-        self, client: Client, server: LocalServer
-    ) -> None:
+    def test_pages_end_before_a_wrong_chunk(self, client: Client, server: LocalServer) -> None:
         keys = store(client, 1, 3)
         damage(server, keys[1])
         room = engine_pages(client.model, "block kv token head dim", 6, 8, np.random.default_rng(1))
@@ -110,9 +105,7 @@ class LayersContract:
     # --- layers out
 
     @pytest.mark.parametrize("representation", [SMALL, TWO_GROUPS], ids=["one kind", "two kinds"])
-    def test_layers_come_in_the_model_s_order(
-        self, connect: Connect, representation: Model
-    ) -> None:
+    def test_layers_come_in_the_models_order(self, connect: Connect, representation: Model) -> None:
         client = connect(representation)
         keys = store(client, 1, 5)
         layers = list(client.get_chunk_layers([*keys, *keys_of(client, 2, 1)]))
@@ -121,9 +114,7 @@ class LayersContract:
             assert len(layer.tensors) == 5
             assert_layer(client, keys, layer)
 
-    def test_layers_end_before_a_chunk_that_proves_wrong(
-        self, client: Client, server: LocalServer
-    ) -> None:
+    def test_layers_end_before_a_wrong_chunk(self, client: Client, server: LocalServer) -> None:
         keys = store(client, 1, 4)
         damage(server, keys[2])  # its last layer
         layers = list(client.get_chunk_layers(keys))
@@ -133,9 +124,7 @@ class LayersContract:
             assert_layer(client, keys, layer)
         assert client.lookup(keys=keys).ready == 2
 
-    def test_layers_that_are_given_up_leave_no_lease(
-        self, connect: Connect, server: LocalServer
-    ) -> None:
+    def test_layers_given_up_leave_no_lease(self, connect: Connect, server: LocalServer) -> None:
         client = connect(MEDIUM, self.options(chunk_tokens=64))
         keys = store(client, 1, 10)
         for read in (0, 1, 3) * 2:
@@ -185,9 +174,7 @@ class LayersContract:
             assert equal(whole, dense)
             assert equal(read_back, dense)
 
-    def test_a_put_that_is_given_up_stores_nothing(
-        self, client: Client, server: LocalServer
-    ) -> None:
+    def test_a_put_given_up_stores_nothing(self, client: Client, server: LocalServer) -> None:
         keys = keys_of(client, 1, 3)
         right = layers_of(client, keys)
         with server.unchanged():
@@ -203,9 +190,7 @@ class LayersContract:
             put.abandon()
         assert client.lookup(keys=keys).missing == 3
 
-    def test_a_layer_that_does_not_belong_is_refused_and_the_put_goes_on(
-        self, client: Client
-    ) -> None:
+    def test_a_wrong_layer_is_refused_and_the_put_goes_on(self, client: Client) -> None:
         keys = keys_of(client, 1, 2)
         right = layers_of(client, keys)
         wrong: list[tuple[int, Sequence[Sequence[Part | torch.Tensor]], str]] = [

@@ -1,12 +1,9 @@
-"""The suite every lossy codec passes.
-
-A codec's test file subclasses ``LossyCodecContract`` and names the codec. What a frame promises
-in its header is held against the numbers that come out of it.
-"""
+"""The suite every lossy codec passes: what frames promise is held against what they hold."""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import ClassVar
 
 import numpy as np
@@ -78,6 +75,13 @@ def constant(shape: tuple[int, ...], rng: np.random.Generator) -> Part:
 NUMBERS: list[Numbers] = [centred, outliers, tiny, large, constant]
 
 
+def bits_of(values: np.ndarray, dtype: DType) -> Part:
+    """Return *values* as numbers of *dtype*, rounded."""
+    bits = np.empty(values.shape, f"<u{dtype.item_bytes}")
+    from_float32(np.array(values, np.float32, order="C"), dtype, bits)
+    return bits
+
+
 def numbers(layout: KVLayout, fill: Numbers = centred, seed: int = 0) -> Tensors:
     """Return tensors of *layout* whose floats are *fill*; other types get any bits."""
     rng = np.random.default_rng(seed)
@@ -85,9 +89,7 @@ def numbers(layout: KVLayout, fill: Numbers = centred, seed: int = 0) -> Tensors
     def part(component: Component) -> Part:
         if component.dtype not in FLOAT_TYPES:
             return random_bits(component.shape, component.dtype.item_bytes, rng)
-        bits = np.empty(component.shape, f"u{component.dtype.item_bytes}")
-        from_float32(fill(component.shape, rng).astype(np.float32), component.dtype, bits)
-        return bits
+        return bits_of(fill(component.shape, rng), component.dtype)
 
     return [[[part(c) for _ in range(c.parts)] for _ in range(c.layers)] for c in layout.components]
 
@@ -131,6 +133,8 @@ class LossyCodecContract(AnyCodecContract):
     codec: ClassVar[LossyCodec]
     small = SMALL
     dtypes = FLOATS
+    is_always_finite: ClassVar[bool] = False
+    """Whether no stored bytes are read as NaN or infinity."""
 
     def asset_of(self, layout: KVLayout) -> bytes:
         """Return the digest of the asset that chunks of *layout* are encoded by."""
@@ -227,6 +231,22 @@ class LossyCodecContract(AnyCodecContract):
             self.codec.decode_segment(np.frombuffer(body, np.uint8), component, out)
         except (InvalidFrameError, UnknownCodecError):
             return
+        if self.is_always_finite:
+            assert all(np.isfinite(to_float32(part, component.dtype)).all() for part in out)
+
+    def test_coded_states_and_codes_are_refused(self) -> None:
+        state = Component(LayerKind.state, DType.float32, 1, 1, 700, 1)
+        codes = [replace(SMALL.components[0], dtype=each) for each in set(DType) - FLOAT_TYPES]
+        for component in (state, *codes):
+            layout = KVLayout((replace(component, layers=1),))
+            tensors = filled(layout)
+            frame = encoded(self.codec, tensors, layout)
+            header = check_frame(frame)
+            data = header.segment(frame, 0).copy()
+            assert header.accuracy is Accuracy.exact
+            data[0] = 1
+            with pytest.raises(InvalidFrameError, match="method"):
+                self.codec.decode_segment(data, component, tensors[0][0])
 
     def test_a_body_of_rubbish_in_a_right_frame_is_refused(self) -> None:
         for body in (b"", b"\xff" * 99, bytes(99)):

@@ -71,9 +71,7 @@ class ParallelContract:
                 wanted = [slices(chunk.tensors, part) for chunk in chunks]  # type: ignore[arg-type]
                 assert all(map(equal, room, wanted))
 
-    def test_chunks_are_pending_until_the_last_rank_has_put_its_part(
-        self, connect: Connect
-    ) -> None:
+    def test_chunks_are_pending_until_the_last_rank_put_its_part(self, connect: Connect) -> None:
         client = connect(WIDE)
         keys = keys_of(client, 1, 2)
         chunks = chunks_of(client, keys)
@@ -96,9 +94,7 @@ class ParallelContract:
                 client.put_chunks([chunk], shard=shard)
         assert client.lookup(keys=[chunk.key]).pending == 0
 
-    def test_facts_that_contradict_another_ranks_are_refused_by_name(
-        self, connect: Connect
-    ) -> None:
+    def test_facts_that_contradict_another_ranks_are_refused(self, connect: Connect) -> None:
         client = connect(WIDE)
         (chunk,) = chunks_of(client, keys_of(client, 1, 1))
         top, rest = Shard((0, 1)), Shard((1, 3))

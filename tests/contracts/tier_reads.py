@@ -83,8 +83,6 @@ class TierReads:
                     verifier.finish()
             assert np.array_equal(out, stored)
             tier.delete(info.key)
-        absent = FrameVerifier(out, make_info(2, 64).key, 64)
-        assert not tier.read(make_info(2, 64).key, out, 0, absent)
 
     def test_whatever_is_read_of_an_expected_row_comes_right(self, tier: Tier) -> None:
         infos = {seed: make_info(seed, _BYTES + 1000 * seed) for seed in range(4)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import threading
 from collections.abc import Sequence
 from pathlib import Path
@@ -27,12 +26,8 @@ class OracleFile:
     def note(self, seed: int, *, is_durable: bool) -> None:
         """The prompt of *seed* was acknowledged."""
         line = json.dumps({"seed": seed, "durable": is_durable}) + "\n"
-        with self._lock:
-            descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600)
-            try:
-                os.write(descriptor, line.encode())
-            finally:
-                os.close(descriptor)
+        with self._lock, self._path.open("a") as file:
+            file.write(line)
 
     def seeds(self, *, durable: bool = False) -> list[int]:
         """Return the prompts in the order of their acknowledgement; with *durable* those only."""

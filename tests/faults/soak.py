@@ -20,10 +20,9 @@ from collections.abc import Callable
 from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 
-from faults.processes import anonymous_bytes, descriptor_count, thread_count
 from faults.proxy import FaultProxy, Trouble
 from faults.soak_client import CHUNKS, PROMPTS
-from faults.tools import largest_file
+from faults.tools import anonymous_bytes, descriptor_count, largest_file, thread_count
 from faults.trend import Sampler, trend
 from helpers.prompts import SMALL, chunks_of, keys_of
 from helpers.redis_process import RedisProcess

@@ -18,8 +18,7 @@ import grpc
 import pytest
 from conftest import ProcessMaker, ServerMaker
 from faults.oracle import verified
-from faults.processes import resident_bytes
-from helpers.bare_wire import wire_to
+from faults.tools import resident_bytes
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import SMALL, frame_of, keys_of, store
 
@@ -154,27 +153,6 @@ def test_what_a_killed_client_without_a_socket_held_is_free_when_its_session_is_
     assert eventually(is_over)
     assert server.settled().tiers[0] == before.tiers[0]
     assert verified(client, keys) == CHUNKS
-
-
-def test_numbers_beyond_all_sense_are_refused_and_cost_nothing(server: LocalServer) -> None:
-    wire = wire_to(server)
-    huge = [1 << 63, (1 << 64) - 1, 1 << 62]
-    requests = [
-        *(("Reserve", wire.reserve(size)) for size in huge),
-        *(("Lookup", pb.LookupRequest(deadline_ms=(1 << 32) - 1, digests=bytes(16))) for _ in "1"),
-        *(("Pin", pb.PinRequest(ttl_ms=size, digests=bytes(16))) for size in ((1 << 32) - 1,)),
-        *(("Commit", pb.CommitRequest(reservation_ids=[size], offsets=[size])) for size in huge),
-    ]
-    before = server.usage()
-    for method, request in requests:
-        with suppress(KVStoreError):
-            reply = wire.call(method, request)
-            assert not getattr(reply, "reservation_ids", [0])[0]
-    for size in huge:
-        with pytest.raises(KVStoreError):
-            wire.put(pb.PutRequest(frame_bytes=size, data=b"x"))
-    assert server.usage() == before
-    assert store(server.connect("grpc"), 1, CHUNKS)
 
 
 def test_connections_that_send_a_byte_now_and_then_hold_nobody_up(

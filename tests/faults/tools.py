@@ -1,7 +1,8 @@
-"""Faults that the system makes: failing calls, other clocks, little memory."""
+"""Faults that the system makes, such as failing calls and other clocks; what a process has."""
 
 from __future__ import annotations
 
+import os
 import resource
 import shutil
 import subprocess
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+_PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 _FIU_LIBRARIES = Path("/usr/lib/fiu")
 _FAKETIME = "libfaketimeMT.so.1"
 _CGROUPS = Path("/sys/fs/cgroup")
@@ -121,4 +123,26 @@ def kills(group: Path) -> int:
         if (group / name).exists():
             rows = dict(line.split() for line in (group / name).read_text().splitlines())
             return int(rows.get("oom_kill", 0))
+    return 0
+
+
+def resident_bytes(pid: int) -> int:
+    """Return the memory that a process has of its own and shares, slabs included."""
+    return int(Path(f"/proc/{pid}/statm").read_text().split()[1]) * _PAGE_BYTES
+
+
+def thread_count(pid: int) -> int:
+    return len(os.listdir(f"/proc/{pid}/task"))
+
+
+def descriptor_count(pid: int) -> int:
+    """Return how many files, sockets and memfds a process has open."""
+    return len(os.listdir(f"/proc/{pid}/fd"))
+
+
+def anonymous_bytes(pid: int) -> int:
+    """Return the memory that a process alone has: without slabs, files and libraries."""
+    for line in Path(f"/proc/{pid}/status").read_text().splitlines():
+        if line.startswith("RssAnon:"):
+            return 1024 * int(line.split()[1])
     return 0

@@ -53,8 +53,7 @@ _INFO, _FRAME = make_frame(1, tokens=16)
 _KEYS = KeyRing(lambda: {1: bytes(32)}, bytes)
 _GOLDEN = [
     np.fromfile(FOLDER / f"{name}-r1.frame", np.uint8)
-    for name in ("raw", "lossless", "kivi:8", "kivi:4", "kivi:2")
-    if (FOLDER / f"{name}-r1.frame").exists()
+    for name in ("raw", "lossless", "kivi-8", "kivi-4", "kivi-2")
 ]
 _SECTIONS: list[tuple[str, Callable[[dict[str, bytes]], object]]] = [
     ("groups", unpack_history),

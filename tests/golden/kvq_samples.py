@@ -8,6 +8,7 @@ import numpy as np
 from golden import lossy_samples
 
 from kvstore.codecs.base import EncodeTerms, Importance, LossyCodec, Part, codec_by_name
+from kvstore.codecs.floats import from_float32
 from kvstore.proto.frame import FrameTemplate
 from kvstore.proto.types import Component, DType, KVLayout, LayerKind, RopeParameters
 
@@ -36,9 +37,9 @@ def codecs() -> dict[str, tuple[LossyCodec, EncodeTerms | None]]:
     return found
 
 
-def importance() -> Importance:
+def importance(tokens: int = 72) -> Importance:
     """Return weights that put tokens into every class."""
-    return (np.arange(72) * 29 % 72 // 8).astype(np.float32)
+    return (np.arange(tokens) * 29 % tokens // 8).astype(np.float32)
 
 
 def template(name: str) -> FrameTemplate:
@@ -46,9 +47,9 @@ def template(name: str) -> FrameTemplate:
     return replace(lossy_samples.template(), layout=LAYOUT, position=POSITIONS[name])
 
 
-def tensors() -> list[list[list[Part]]]:
+def tensors(layout: KVLayout = LAYOUT) -> list[list[list[Part]]]:
     """Return a hilly sum of saw teeth about each channel's mean, a few numbers far out."""
-    component = LAYOUT.components[0]
+    component = layout.components[0]
     head, token, channel = np.indices(component.shape)
     layers = []
     for index in range(4):
@@ -56,6 +57,9 @@ def tensors() -> list[list[list[Part]]]:
         other = (11 * token * (1 + channel % 7) + 3 * index) % 17 - 8
         centre = 16 * ((5 * channel + head + index) % 9 - 4)
         numbers = ((tooth + other) / 4 + centre / 8).astype(np.float32)
-        numbers[1, 33, 7] = 300
-        layers.append((numbers.view(np.uint32) >> np.uint32(16)).astype("<u2"))
+        if layout != LAYOUT:
+            numbers /= np.float32(3)
+        numbers[component.kv_heads // 2, component.tokens // 2 - 3, 7] = 300
+        layers.append(np.empty(component.shape, f"<u{component.dtype.item_bytes}"))
+        from_float32(numbers, component.dtype, layers[-1])
     return [[layers[:2], layers[2:]]]

@@ -8,13 +8,14 @@ from functools import lru_cache
 
 import numpy as np
 from contracts.codec import Tensors, template
+from contracts.lossy_codec import bits_of, largest_error
 
 from kvstore.codecs.asset_codec import AssetCodec
 from kvstore.codecs.assets import Asset, AssetKind, AssetShelf, pack_asset, parse_asset
-from kvstore.codecs.base import EncodedLayer, LayerTerms, Part
+from kvstore.codecs.base import EncodedLayer, LayerTerms, LossyCodec, Part
 from kvstore.codecs.cachegen import CachegenCodec
 from kvstore.codecs.calibration import learn
-from kvstore.codecs.floats import from_float32, to_float32
+from kvstore.codecs.floats import to_float32
 from kvstore.codecs.kvq_static import StaticKvqCodec
 from kvstore.codecs.kvtc import KvtcCodec
 from kvstore.codecs.rope import inverse_frequencies, rotate, rotation
@@ -44,9 +45,7 @@ def smooth(component: Component, seed: int, position: int = POSITION) -> list[li
     for token in range(1, c.tokens):
         walk[..., token, :] = 0.8 * walk[..., token - 1, :] + 0.6 * walk[..., token, :]
     values = (walk * size + centre).astype(np.float32)
-    bits = np.empty(values.shape, f"<u{c.dtype.item_bytes}")
-    from_float32(values, c.dtype, bits)
-    return [list(layer) for layer in bits]
+    return [list(layer) for layer in bits_of(values, c.dtype)]
 
 
 def low_rank(component: Component, seed: int, position: int = POSITION) -> list[list[Part]]:
@@ -67,9 +66,7 @@ def low_rank(component: Component, seed: int, position: int = POSITION) -> list[
                 frequencies = inverse_frequencies(ROPE, c.head_dim)
                 assert frequencies is not None
                 rotate(values, *rotation(frequencies, position, c.tokens))
-            bits = np.empty(values.shape, f"<u{c.dtype.item_bytes}")
-            from_float32(values, c.dtype, bits)
-            parts.append(bits)
+            parts.append(bits_of(values, c.dtype))
         layers.append(parts)
     return layers
 
@@ -129,7 +126,7 @@ SAMPLES = {
 
 
 def encode(
-    codec: AssetCodec, parts: list[Part], component: Component, position: int = POSITION,
+    codec: LossyCodec, parts: list[Part], component: Component, position: int = POSITION,
     layer: int = 0,
 ) -> tuple[Bytes, EncodedLayer]:  # fmt: skip
     """Return a layer as it is stored, and what is said of it."""
@@ -139,12 +136,17 @@ def encode(
 
 
 def decode(
-    codec: AssetCodec, data: Bytes, component: Component, position: int | None = None
+    codec: LossyCodec, data: Bytes, component: Component, position: int | None = None
 ) -> list[Part]:
     dtype = f"<u{component.dtype.item_bytes}"
     out = [np.zeros(component.shape, dtype) for _ in range(component.parts)]
     codec.decode_layer([data], component, out, position)
     return out
+
+
+def error_of(found: list[Part], wanted: list[Part], component: Component) -> float:
+    """Return the largest error of the parts of a layer."""
+    return largest_error(KVLayout((replace(component, layers=1),)), [[found]], [[wanted]])
 
 
 def noise_of(found: list[Part], wanted: list[Part], dtype: DType = DType.bfloat16) -> float:

@@ -180,15 +180,11 @@ def _raw(node: RedisProcess, *words: str | bytes) -> Any:
         closing(Server(address, options, time.monotonic)) as server,
         server.connection(deadline) as link,
     ):
-        link.send(pack([_bytes(word) for word in words]))
+        link.send(pack([word.encode() if isinstance(word, str) else word for word in words]))
         (reply,) = link.read_replies(1, 1 << 20)
     if isinstance(reply, Exception):
         raise reply
     return reply
-
-
-def _bytes(word: str | bytes) -> bytes:
-    return word.encode() if isinstance(word, str) else word
 
 
 def _is_synchronised(replica: RedisProcess) -> bool:

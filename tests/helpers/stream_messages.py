@@ -34,23 +34,19 @@ def kind(message: pb.StreamMessage) -> str:
 
 
 def attach(session_id: int, token: bytes) -> pb.StreamMessage:
-    """Return what a session's own end says first."""
     return pb.StreamMessage(attach=pb.StreamAttach(session_id=session_id, token=token))
 
 
 def ready(request: int = 0) -> pb.StreamMessage:
-    """Return the answer to that, or to a put."""
     return pb.StreamMessage(request=request, ready=True)
 
 
 def get(request: int, session_id: int, digests: bytes = b"") -> pb.StreamMessage:
-    """Return a get, to be changed."""
     asked = pb.GetRequest(session_id=session_id, digests=digests, deadline_ms=1000)
     return pb.StreamMessage(request=request, get=asked)
 
 
 def put(request: int, session_id: int) -> pb.StreamMessage:
-    """Return the begin of a put, to be changed."""
     asked = pb.PutRequest(session_id=session_id, deadline_ms=1000)
     return pb.StreamMessage(request=request, put=asked)
 
@@ -58,7 +54,6 @@ def put(request: int, session_id: int) -> pb.StreamMessage:
 def part(
     request: int, frame_bytes: int, offset: int, index: int = 0, tier: str = ""
 ) -> pb.StreamMessage:
-    """Return the header of bytes of a frame."""
     of = pb.StreamPart(index=index, frame_bytes=frame_bytes, offset=offset, tier=tier)
     return pb.StreamMessage(request=request, part=of)
 
@@ -82,7 +77,6 @@ def stored(request: int, outcomes: bytes) -> pb.StreamMessage:
 
 
 def failed(request: int, name: str, text: str) -> pb.StreamMessage:
-    """Return the end of a request by an error."""
     return pb.StreamMessage(request=request, failed=pb.StreamError(name=name, text=text))
 
 

@@ -8,12 +8,13 @@ import sys
 import tracemalloc
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from threading import Event
 
 import numpy as np
 import pytest
-from contracts.chunks import make_info, payload
+from contracts.chunks import make_info, make_representation, payload
 from contracts.shelf import assert_counts, assert_holds, bytes_of, fill_up, get, open_files
 from contracts.tier import TierContract
 from typing_extensions import override
@@ -25,9 +26,10 @@ from kvstore.proto.errors import (
     TierFullError,
     TierUnavailableError,
 )
-from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.proto.types import ChunkInfo, ChunkKey, KVLayout
 from kvstore.proto.unix_socket import NOWHERE, Place, Reach, unpack_places
 from kvstore.tiers.cpu import CpuTier
+from kvstore.tiers.locations import LocationTable
 
 SLAB_BYTES = 64 << 10
 
@@ -461,3 +463,30 @@ def test_threads_of_several_tenants_never_see_each_others_bytes() -> None:
         assert sum(pool.map(work, range(8))) > 0
     assert_counts(tier, [], [])
     tier.close()
+
+
+# --- the table of locations
+
+
+def place(info: ChunkInfo, number: int = 0) -> Place:
+    return Place(number, Reach.memory, 0, 64 * info.size_bytes, info.size_bytes, number << 40)
+
+
+def test_the_largest_values_of_every_field_are_kept() -> None:
+    table = LocationTable()
+    most = (1 << 64) - 1
+    info = replace(make_info(1, most), codec_id=(1 << 16) - 1, prefill_flops=float(1 << 70))
+    at = Place((1 << 32) - 1, Reach.peer, 255, most, most, most)
+    assert table.info(table.seal(info, at)) == info
+    assert table.location(info.key) == at
+
+
+def test_more_layouts_than_are_shared_are_told_apart() -> None:
+    table = LocationTable()
+    representation = make_representation(1)
+    infos = [
+        replace(make_info(seed, 100), layout=KVLayout.of(representation, 16 + seed))
+        for seed in range(1500)
+    ]
+    rows = [table.seal(info, place(info)) for info in infos]
+    assert [table.info(row) for row in rows] == infos

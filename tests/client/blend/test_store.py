@@ -95,9 +95,7 @@ def test_a_document_is_one_segment_of_the_plan_where_it_stood_in_one_piece(
         assert source.loaded_bytes > 88 * LAYERS * 2 * 2 * 16 * 4
 
 
-def test_blending_out_of_the_store_is_blending_out_of_memory(
-    client: Client, blender: Blender
-) -> None:
+def test_blending_from_the_store_is_blending_from_memory(client: Client, blender: Blender) -> None:
     _store(client, blender, 10, FIRST, SECOND)
     resolved, prompt = _resolve(client, 20, SECOND, FIRST)
     with resolved, StoreSource(resolved, prompt, client.model) as source:
