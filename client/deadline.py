@@ -6,6 +6,7 @@ least, then refinements, with a new plan after every batch. What came by the dea
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future, wait
@@ -169,10 +170,12 @@ class LevelledGet:
         """How many of the first chunks the engine has begun."""
         self._engine_s = 0.0
         """Until when it is busy with them, from the start on; 0 before it begins."""
+        self._begin_s = math.inf
+        """When it begins, whatever comes."""
         self._is_over = self._is_finished = False
         """Whether nothing more comes, and whether what came is being decoded."""
         self._changed = threading.Condition()
-        """Guards the six above, of which the loader writes three."""
+        """Guards the seven above, of which the loader writes three."""
         self._decoding: dict[int, tuple[int, _Decoding]] = {}
         """The level at which each chunk is being decoded, or was."""
         self._damaged: list[ChunkKey] = []
@@ -299,11 +302,12 @@ class LevelledGet:
         if self._is_over or not missing:
             return missing, now_s
         progress = self._progress()
-        begin_s = progress.wait_until_s()
+        # Not put off by what comes: where it stops coming, the time would be missed.
+        self._begin_s = min(self._begin_s, progress.wait_until_s())
         found = self._found
         is_wanted = found is not None and planning.RECOMPUTE in found.actions[self._claimed :]
-        if not (self._engine_s or is_wanted or now_s >= begin_s):
-            return 0, begin_s
+        if not (self._engine_s or is_wanted or now_s >= self._begin_s):
+            return 0, self._begin_s
         if found is None:
             return max(1, missing // 2), now_s
         is_quiet = now_s - self._planned_s > planning.QUIET_S

@@ -89,19 +89,22 @@ def test_a_link_that_was_slow_is_tried_again(loads_first: bool) -> None:
     assert sum(level >= 0 for level in found.levels) > len(request.chunks) / 2
 
 
-def prompt(chunks: int, deadline_s: float, *, loads_first: bool = False) -> Request:
-    """One of an engine that takes some 30 ms for a chunk."""
-    (one, *_) = requests(LEVELS, 1, 1, exact=False)
-    terms = replace(one.terms, deadline_s=deadline_s, loads_first=loads_first)
-    return replace(one, at_s=0.0, chunks=one.chunks[:1] * chunks, terms=terms)
-
-
 def test_loads_before_an_engine_that_is_in_time_by_itself_never_make_it_late() -> None:
+    (one, *_) = requests(LEVELS, 1, 1, exact=False)
+    terms = replace(one.terms, deadline_s=0.75, loads_first=True)
     for fast_s in [0.03, 0.06, 0.1]:
-        request = prompt(24, 0.75, loads_first=True)
+        request = Request(0.0, one.chunks[:1] * 24, terms)
         trace = Trace([(fast_s, 6 * GBPS), (60.0, 0.3 * GBPS)])
         assert recompute(request, trace).ttft_s < 0.75
         assert controlled()(request, trace).ttft_s < 0.75
+
+
+def test_an_engine_beside_a_link_that_stops_began_early_enough_to_be_in_time() -> None:
+    (one, *_) = requests(LEVELS, 1, 1, exact=False)
+    request = Request(0.0, one.chunks[:1] * 55, replace(one.terms, deadline_s=1.0))
+    stops, replay = Trace([(0.25, 6 * GBPS), (0.9, 0.1 * GBPS), (5, 6 * GBPS)]), controlled()
+    replay(request, steady(6))  # before it nothing is known of the link
+    assert replay(request, stops).ttft_s < 1.0 < recompute(request, stops).ttft_s
 
 
 def test_over_a_slow_link_the_engine_computes_the_first_chunks_and_the_link_brings_the_last() -> (

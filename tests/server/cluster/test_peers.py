@@ -361,6 +361,7 @@ def test_what_a_liar_sends_is_a_miss_and_counts_against_it(
     for key in keys:
         assert_reads(reader, [key])
     assert server.counter("peer_corrupt_chunks") >= 2 * 3
+    assert server.counter("peer_failures") >= 2 * 3, "of who hangs up or falls silent in a frame"
     assert server.counter("peer_invalid_answers") >= 3 * (len(LIES) - 4)
 
 
