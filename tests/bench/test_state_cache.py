@@ -260,7 +260,7 @@ def test_the_sequence_that_was_seen_longest_ago_is_forgotten_first() -> None:
     assert [bool(cache.tree.match(ids(token)).into) for token in (1, 2, 3)] == [True, False, True]
 
 
-def test_what_is_remembered_stays_within_its_limits() -> None:
+def test_what_is_remembered_stays_within_its_limits_and_the_table_knows() -> None:
     for limit in [1, 7, 50]:
         cache, rng = StateCache(SMALL, 3 * STATE, GhostLimits(limit, 4 * limit)), random.Random(1)
         for at in range(500):
@@ -269,3 +269,7 @@ def test_what_is_remembered_stays_within_its_limits() -> None:
             tree = cache.tree
             branches = sum(len(node.children) > 1 for node in nodes(tree) if not node.held)
             assert tree.nodes - len(tree.held) - branches <= limit
+        table, waiting = cache.table, [node for node in nodes(tree) if node.last_s is not None]
+        table.settle(500.0)
+        ends, forgotten = table.counts(500.0, STATE_CLASSES)[1], table.ended(STATE_CLASSES)[1]
+        assert ends.sum() - forgotten.sum() == len(waiting), "what was forgotten waits no more"
