@@ -214,9 +214,6 @@ class DirectFrame:
         self._digest = xxh3_64()
         self._failure: ChunkCorruptError | None = None
 
-    def __len__(self) -> int:
-        return self.header.frame_bytes
-
     def __getitem__(self, piece: slice) -> Bytes:
         return self._head[piece]
 

@@ -182,8 +182,7 @@ class VllmWorker:
                 arrived = self._arrived
                 wait([load], patience_s)
                 if self._arrived == arrived and not load.done():
-                    if self._connector.ask(client.end_if_hung, False):
-                        return
+                    self._connector.ask(client.end_if_hung, False)
                     patience_s = AGAIN_S
 
         self._watcher.submit(watch)

@@ -165,8 +165,8 @@ def test_it_asks_again_until_the_load_is_over_unless_something_comes_all_the_tim
     engine, asked, looks, ended = start(), list[bool](), list[float](), threading.Event()
 
     def ask(_: Client) -> bool:
-        asked.append(len(asked) == 2)
-        if asked[-1]:
+        asked.append(len(asked) >= 2)
+        if len(asked) == 4:  # the first hang-up may have met the session before the load's
             ended.set()
         return asked[-1]
 
@@ -188,7 +188,7 @@ def test_it_asks_again_until_the_load_is_over_unless_something_comes_all_the_tim
     monkeypatch.setattr(engine.workers[0]._connector, "read_into", read)
     request = engine.arrived("read", PROMPT, hit=192)
     engine.load(request, engine.blocks(200), 192)
-    assert asked == ([] if arrives else [False, False, True])
+    assert asked == ([] if arrives else [False, False, True, True])
 
 
 def test_loads_behind_one_that_came_short_wait_no_deadline_more(
