@@ -159,6 +159,17 @@ class _Changed(threading.Condition):
         self._told()
 
 
+class _DoneAt(Future[Any]):
+    """What a decoder is through with at *at_s*."""
+
+    def __init__(self, now: _Clock, at_s: float) -> None:
+        super().__init__()
+        self._now, self._at_s = now, at_s
+
+    def done(self) -> bool:
+        return self._now.now_s >= self._at_s
+
+
 class _SimulatedGet(LevelledGet):
     """The client's get, where what waits lets time pass: for the link, a decoder, the engine."""
 
@@ -256,7 +267,7 @@ class _SimulatedGet(LevelledGet):
     def _submit(self, _: object, at: int, reached: int, after: object) -> Future[Any]:
         took_s = self._chunks[at].raw_bytes / self._plain_terms.decode_bytes_per_s
         self._decoded_s = max(self._decoded_s, self._now.now_s) + took_s
-        done: Future[Any] = Future()
+        done = _DoneAt(self._now, self._decoded_s)
         done.set_result((reached, Stated(Accuracy.exact)))
         return done
 

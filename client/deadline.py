@@ -35,6 +35,7 @@ from kvstore.proto.errors import (
     ChunkCorruptError,
     DeadlineError,
     InvalidFrameError,
+    InvalidRequestError,
     KVStoreError,
     LayoutMismatchError,
     UnknownCodecError,
@@ -54,6 +55,7 @@ RELEASE_MS = 1000
 LEAST_WAIT_S = 0.001
 MAX_LEVELS = 4
 """Of frames whose headers are requested in one go; frames of more levels are computed."""
+_OF_THE_ROOM = (InvalidRequestError, LayoutMismatchError)
 _NOTHING = (planning.RECOMPUTE, Stated(Accuracy.approximate))
 _Decoding: TypeAlias = "Future[tuple[int, Stated]]"
 
@@ -261,7 +263,7 @@ class LevelledGet:
         self._await_decodes()
         errors = [error for work in works.values() if (error := work.exception()) is not None]
         for error in errors:
-            if not isinstance(error, KVStoreError) or isinstance(error, LayoutMismatchError):
+            if not isinstance(error, KVStoreError) or isinstance(error, _OF_THE_ROOM):
                 self._result.set_exception(error)  # the room's
                 return
         found = {at: work.result() for at, work in works.items()} if not errors else {}  # cancelled
@@ -352,7 +354,7 @@ class LevelledGet:
         undecoded_bytes = sum(
             self._frames[at].chunk.raw_bytes
             for at, has in enumerate(levels)
-            if has >= 0 and self._decoding.get(at, (planning.MISSING, None))[0] != has
+            if has >= 0 and not self._is_decoded(at, has)
         )
         terms = self._plain_terms
         if not terms.decode_bytes_per_s:
@@ -361,6 +363,10 @@ class LevelledGet:
         chunks = [frame.chunk for frame in self._frames]
         now_s, engine_s = self._elapsed_s(), self._engine_s
         return planning.Progress(chunks, terms, tuple(levels), now_s, engine_s, undecoded_bytes)
+
+    def _is_decoded(self, at: int, level: int) -> bool:
+        begun = self._decoding.get(at)
+        return begun is not None and begun[0] == level and begun[1].done()
 
     def _next_batch(self) -> list[planning.Fetch]:
         """Plan; return what to request next: as much as the link takes BATCH_S for."""
@@ -468,6 +474,8 @@ class LevelledGet:
         assert header is not None
         if self._elapsed_s() >= terms.deadline_s + SLACK_S and terms.prefill is None:
             return before
+        if terms.prefill is not None and self._decoding.get(at, (reached,))[0] > reached:
+            return before  # a finer level has come meanwhile, and is next
         try:
             level = frame.decode(reached, self._room(at, header.layout))
         except WRONG:

@@ -206,7 +206,7 @@ class RawCodec(Codec):
         first = 0
         for component, layers in zip(header.layout.components, out, strict=True):
             some, rows = starts[first : first + len(layers)], None
-            if isinstance(frame, np.ndarray) and layers:
+            if isinstance(frame, np.ndarray) and len(layers):
                 rows = block_rows(layers, frame, some)
             if rows is not None:
                 loops().scatter_summed(address(rows), rows.size // BLOCK_ROW)
@@ -311,7 +311,7 @@ def pieces_in(
         return None
     places: list[int] = []
     for component, layers in zip(layout.components, tensors, strict=True):
-        may_lack = is_target and component.kind in END_KINDS and not layers
+        may_lack = is_target and component.kind in END_KINDS and not len(layers)
         is_whole = len(layers) == component.layers or may_lack
         if isinstance(layers, BlockLayers) or not is_whole:
             return None

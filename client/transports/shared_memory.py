@@ -287,11 +287,14 @@ class Slabs:
         self._socket = link
         self._slabs: dict[int, SlabMap] = {}
         self._files: dict[int, OpenFile] = {}
-        # One question at a time on the socket; also guards the two above.
+        # One question at a time on the socket; also guards what is added to the two above.
         self._lock = threading.Lock()
 
     def slab(self, number: int) -> SlabMap:
         """Return a slab, mapped whole. Raises TierUnavailableError."""
+        return self._slabs.get(number) or self._mapped(number)
+
+    def _mapped(self, number: int) -> SlabMap:
         with self._lock:
             slab = self._slabs.get(number)
             if slab is None:
@@ -309,7 +312,7 @@ class Slabs:
         """Return the slab of *place*. Raises TierUnavailableError, and InvalidRequestError unless
         it lies within.
         """
-        slab = self._slabs.get(place.number) or self.slab(place.number)
+        slab = self._slabs.get(place.number) or self._mapped(place.number)
         offset, stop = place.offset, place.offset + place.size_bytes
         if offset < WORD_BYTES or offset % WORD_BYTES or stop > len(slab.data):
             raise InvalidRequestError("place", (offset, stop), f"slab has {len(slab.data)} bytes")

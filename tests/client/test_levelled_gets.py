@@ -17,6 +17,7 @@ from helpers.prompts import MEDIUM, chunks_of, equal, keys_of, outcomes, parts_o
 
 from kvstore.client import Chunk, Client, ClientOptions
 from kvstore.client.chunk import parents
+from kvstore.client.deadline import LevelledGet
 from kvstore.client.frames import Arrival
 from kvstore.client.options import TransportName
 from kvstore.client.planning import RECOMPUTE, PlanTerms, PrefillModel
@@ -266,8 +267,38 @@ def test_what_the_room_raises_ends_the_get_and_its_leases(
         client.get_levelled(keys, TERMS, full)
     with pytest.raises(LayoutMismatchError):
         client.get_levelled(keys, TERMS, [[[]]] * CHUNKS)
+    out = rooms(CHUNKS)
+    out[2][0][0][0].flags.writeable = False
+    with pytest.raises(InvalidRequestError, match="out='read-only'"):
+        client.get_levelled(keys, TERMS, out)
     assert server.settled().leases == 0
     assert client.lookup(keys=keys, accuracy=Accuracy.bounded).ready == CHUNKS
+
+
+def test_a_level_that_a_finer_one_has_overtaken_is_not_decoded_and_what_waits_counts_as_undecoded(
+    client: Client, keys: list[ChunkKey], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    reader, held = client._link.reader, threading.Event()
+    placed, undecoded = list[int](), list[int]()
+    busy = [reader.submit(held.wait, 20.0) for _ in range(reader.threads)]
+    finish = LevelledGet._finish
+
+    def released(get: LevelledGet) -> None:
+        undecoded.append(get._progress().undecoded_bytes)
+        held.set()
+        finish(get)
+
+    def room(index: int, layout: KVLayout) -> ChunkTensors:
+        placed.append(index)
+        return empty_tensors(layout)
+
+    monkeypatch.setattr(LevelledGet, "_finish", released)
+    set_link(client, 1e5)  # the plan begins with the coarsest level
+    terms = replace(TERMS, deadline_s=1.0, prefill=PrefillModel(0.0, 0.01))
+    assert client.get_levelled(keys, terms, room).levels == (TOP,) * CHUNKS
+    assert sorted(placed) == list(range(CHUNKS))
+    assert undecoded == [CHUNKS * KVLayout.of(MEDIUM, TOKENS).raw_bytes], "as nothing was, yet"
+    assert all(one.result() for one in busy)
 
 
 @pytest.mark.parametrize("beside", [False, True])

@@ -316,13 +316,7 @@ class OneSlab(Slabs):
             data[start - 8 : start].view(np.uint64)[0] = 100 + at
             self.places.append(Place(SLAB, Reach.memory, 0, start, size, 100 + at))
         self.data = data
-        self._map = SlabMap(memory)
-
-    def slab(self, number: int) -> SlabMap:
-        """Return the slab."""
-        if number != SLAB:
-            raise TierUnavailableError("shm", f"slab {number}: unknown")
-        return self._map
+        self._slabs[SLAB] = SlabMap(memory)
 
 
 def views_of(slabs: OneSlab, places: list[Place]) -> LeasedViews:
