@@ -152,7 +152,7 @@ class VictimCursor:
         if cursor is None:
             queues, used = self._policy._queues, self._policy._used
             if end & 1:
-                walk = queues.walk_back(end >> 1, with_late=False)
+                walk = queues.walk_back(end >> 1)
                 cursor = LeafCursor(walk, lambda row: -used[row])
             else:
                 cursor = LeafCursor(queues.walk(end >> 1), used.__getitem__)

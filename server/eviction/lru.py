@@ -165,13 +165,9 @@ class ClassQueues:
             return linked
         return heapq.merge(linked, (row for _, row in late), key=self._order.__getitem__)
 
-    def walk_back(self, kind: int, *, with_late: bool = True) -> Iterator[int]:
-        """Yield them the other way; without *with_late* those that are not late."""
-        linked, late = _follow(self._newest[kind], self._older), self._late.get(kind)
-        if not (late and with_late):
-            return linked
-        rows = (row for _, row in reversed(late))
-        return heapq.merge(linked, rows, key=lambda row: -self._order[row])
+    def walk_back(self, kind: int) -> Iterator[int]:
+        """Yield them the other way, but for those that are late."""
+        return _follow(self._newest[kind], self._older)
 
 
 def _follow(row: int, links: array[int]) -> Iterator[int]:

@@ -24,7 +24,7 @@ from helpers.documents import (
     report_of,
     shadowed,
 )
-from helpers.local_server import DEADLINE_MS, LocalServer
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, SMALL, equal, tensors_of, tokens
 
 from kvstore.client import Client, ClientOptions
@@ -43,7 +43,7 @@ from kvstore.client.segments import (
 from kvstore.client.transports.base import ReadPlan, read_layers
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.blend import ReuseReport
+from kvstore.proto.blend import ContextMass, ReuseReport
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.messages import as_message
 from kvstore.proto.plans import PrefillModel
@@ -154,7 +154,40 @@ def test_contents_can_be_left_out_altogether(make_server: ServerMaker) -> None:
         assert list(resolved.chunks()) == []
 
 
+def test_documents_are_found_after_a_restart(make_server: ServerMaker) -> None:
+    server = make_server()
+    put_prompt(server.connect(), *prompt_of(HEAD, DOCUMENT))
+    assert server.stop()
+    client = make_server().connect()
+
+    def is_found() -> bool:
+        with client.find_segments(*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL) as resolved:
+            return kinds(resolved)[1] == ["variant", "variant"]
+
+    assert eventually(is_found)
+
+
 # --- reports and the gate
+
+
+def test_the_more_attention_left_a_chunk_the_more_of_it_is_recomputed(client: Client) -> None:
+    put_prompt(client, *prompt_of(HEAD, DOCUMENT))
+    question = (*prompt_of(OTHER_HEAD, DOCUMENT), TRIAL)
+    ratios = []
+    for _ in range(2):
+        with client.find_segments(*question) as resolved:
+            ratios.append(resolved.found.segments[1].ratio)
+            report = report_of(resolved)
+            seen = [
+                replace(
+                    one,
+                    context=(ContextMass(b"c" * 16, 16, 0.9 * asked.asked.tokens),),
+                    intra_mass=0.1 * asked.asked.tokens,
+                )
+                for one, asked in zip(report.chunks, resolved.chunks(), strict=True)
+            ]
+            client.report_reuse(replace(report, chunks=tuple(seen)))
+    assert ratios[1] > ratios[0]
 
 
 def test_reports_are_what_priorities_come_from(client: Client) -> None:

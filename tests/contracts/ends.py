@@ -26,7 +26,6 @@ WINDOW = LayerGroup(LayerKind.window, DType.float8_e4m3fn, (1,), 2, 8, window_to
 STATE = LayerGroup(LayerKind.state, DType.uint8, (2, 4), 1, 203)
 
 HYBRID = replace(make_representation(), layer_groups=(ATTENTION, WINDOW, STATE))
-STATES = replace(HYBRID, layer_groups=(ATTENTION, STATE))
 WIDE = replace(HYBRID, layer_groups=(replace(WINDOW, window_tokens=34), ATTENTION))
 """Its windows reach over three chunks."""
 

@@ -77,7 +77,7 @@ def serving(peer: LMCache, folder: Path) -> Iterator[Server]:
 
 def test_lmcache_4817_much_of_a_burst_is_dropped(lmcache: LMCache, tmp_path: Path) -> None:
     """Pain 3: what is stored faster than its eviction keeps up is gone, without an error to who
-    stored it. What must hold here: test_room.py, and e2e/test_lifecycle.py at 2,000 chunks."""
+    stored it. What must hold here: test_room.py, and the burst of bench.local."""
     with serving(lmcache, tmp_path / "files") as server, server.client(1000) as client:
         client.ask(f"store 0 {BURST_CHUNKS}")
         read = client.ask(f"read {BURST_CHUNKS} 0")

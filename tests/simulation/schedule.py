@@ -50,7 +50,7 @@ class Schedule:
         self._of_nobody: dict[Callable[[], object], int] = {
             writers.finish: 4, writers.abort: 1, readers.step: 6, self.open_session: 3,
             self.close_session: 1, self.step_work_queue: 8, self.settle: 1, self.tick: 3,
-            self.sleep: 3, self.spoil: 5, self.others: 3, self.crash: 1, self.drain: 1,
+            self.sleep: 3, self.spoil: 8, self.others: 3, self.crash: 1, self.drain: 1,
         }  # fmt: skip
 
     def run(self) -> Report:
@@ -128,7 +128,7 @@ class Schedule:
         low = [key for key in tier.medium.chunks if self.world.cpu.find([key]) == [None]]
         if low:
             key = self.draw.choice(low)
-            if self.draw.random() < 0.3:
+            if self.draw.random() < 0.6:
                 tier.lose(key)
             else:
                 tier.flip(key, self.draw.randrange(8 * 4096))

@@ -27,7 +27,7 @@ from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.tiers.cpu import CpuTier
 
-SEEDS = range(800, 2300)
+SEEDS = range(1500)
 """Schedules within which each mutation has to show: most do in the first hundred."""
 
 flushed, delete_from = Store._flushed, Eviction.delete_from

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import hmac
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -251,6 +252,18 @@ def test_a_certificate_and_another_key_are_refused_at_the_start(tmp_path: Path) 
         server_credentials(cert, key, None)
     with pytest.raises(InvalidRequestError, match="tls_client_ca"):
         server_credentials(cert, cert.with_suffix(".key"), key)
+
+
+def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("kvstore.server.security.authenticator.REMEMBERED", 3)
+    secret = os.urandom(32)
+    path = tmp_path / "secret"
+    path.write_bytes(secret)
+    file = WatchedFile((path,), partial(JwtVerifier, **TERMS | {"algorithm": "HS256"}))
+    asked = Authenticator(None, file, takes_certificates=False)
+    for number in range(8):
+        asked.principal_of(bearer(jwt.encode(claims(sub=str(number)), secret, "HS256")), {})
+    assert file.value.principal_of.cache_info().currsize == 3  # type: ignore[attr-defined]
 
 
 def test_a_list_takes_back_its_own_authority_s_certificates_and_no_other_s(tmp_path: Path) -> None:

@@ -97,6 +97,12 @@ def table(clock: FakeClock) -> SessionTable:
     return make_table(3, clock)
 
 
+def test_a_token_to_attach_by_has_16_random_bytes(table: SessionTable) -> None:
+    tokens = [table.open(REPRESENTATION, "engine").attach_token for _ in range(3)]
+    assert [len(token) for token in tokens] == [16] * 3
+    assert len(set(tokens)) == 3
+
+
 @pytest.mark.parametrize("by", ["tenant", "process"])
 def test_neither_a_tenant_nor_a_process_takes_all_sessions(clock: FakeClock, by: str) -> None:
     table = make_table(16, clock)

@@ -166,6 +166,24 @@ def test_what_changes_while_what_is_here_is_told_comes_after_it() -> None:
     assert follower.pages[-1].cursor == log.last
 
 
+def test_a_reader_that_falls_behind_begins_anew_and_that_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(module, "MAX_SPACES", 2)
+    catalog, log = world(kept=4)
+    restarts: list[int] = []
+    follower = Follower(catalog, log)
+    log.on_restart = lambda: restarts.append(1)
+    follower.read()
+    for number in range(SEEDS):
+        catalog.note_sealed("cpu", chunk(number))
+    follower.read()
+    assert [page.cleared for page in follower.pages] == [True, True]
+    assert restarts == [1]
+    assert follower.known == follower.truth()
+    assert len(log._counts) == 2, "as many namespaces as are counted"
+
+
 def test_numbers_of_one_namespace_say_nothing_about_others() -> None:
     catalog, log = world()
     alone, crowded = (Follower(catalog, log, space_of(1)) for _ in range(2))

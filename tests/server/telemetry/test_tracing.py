@@ -326,6 +326,27 @@ def test_nothing_is_kept_before_somebody_reads_and_a_second_reader_joins(
     assert (page.lookups, page.last, page.lost) == ([], 2, 0)
 
 
+def test_lookups_are_read_once_in_order_with_times_of_their_own(
+    recorder: RequestLog, clock: FakeClock
+) -> None:
+    clock.advance(5.0)
+    recording = recorder.read(0, 0).recording
+    clock.advance(1.5)
+    recorder.note(chain(1, 2), 1, 500)
+    clock.advance(1.0)
+    recorder.note([], 0, 0)
+    page = recorder.read(recording, 0)
+    assert [(one.at_s, len(one.names), one.ready, one.tokens) for one in page.lookups] == [
+        (1.5, 16, 1, 500),
+        (2.5, 0, 0, 0),
+    ]
+    assert (page.last, page.lost) == (2, 0)
+    assert recorder.read(recording, page.last).lookups == []
+    recorder.note(chain(3), 0, 0)
+    later = recorder.read(recording, page.last)
+    assert (len(later.lookups), later.last) == (1, 3)
+
+
 def test_equal_chunks_have_equal_names_in_a_recording_and_others_in_the_next(
     recorder: RequestLog, clock: FakeClock
 ) -> None:

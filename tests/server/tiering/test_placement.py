@@ -20,6 +20,7 @@ from simulation.clock import FakeClock
 from simulation.core import Core, frames_of, keys_of, prompt, settings
 from simulation.tiers import SimDisk, SimRedis, no_faults
 from simulation.universe import Version
+from structlog.testing import capture_logs
 
 from kvstore.client import ClientOptions
 from kvstore.proto.errors import InvalidRequestError
@@ -426,3 +427,25 @@ def test_of_many_threads_one_gets_the_attempt(breaker: Breaker, clock: FakeClock
 
     with ThreadPoolExecutor(8) as pool:
         assert sorted(pool.map(ask, range(8))) == [False] * 7 + [True]
+
+
+def test_the_log_has_one_line_for_each_opening_and_each_closing(
+    breaker: Breaker, clock: FakeClock
+) -> None:
+    with capture_logs() as logs:
+        breaker.succeed()
+        breaker.fail("one")
+        breaker.succeed()
+        assert logs == []
+        for _ in range(2):
+            open_it(breaker)
+            clock.advance(0.6)
+            breaker.fail("still down")
+            breaker.succeed()
+            breaker.succeed()
+    assert [(log["event"].partition(":")[0], log["log_level"]) for log in logs] == [
+        ("circuit breaker opened", "warning"),
+        ("circuit breaker closed", "warning"),
+    ] * 2
+    assert {log["medium"] for log in logs} == {"tier redis"}
+    assert logs[0]["reason"] == "failure 2"
