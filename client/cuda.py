@@ -293,7 +293,7 @@ class CudaTransport(ShmTransport):
         frames: list[Bytes] = []
         confirms: list[Callable[[], None]] = []
         for place in places:
-            slab = self.slabs.having(place)
+            slab = self.slabs.slab_of(place)
             slab.confirm(place.offset, place.generation)
             registration.note(place.number, slab.data)
             frames.append(slab.data[place.offset : place.offset + place.size_bytes])

@@ -204,7 +204,7 @@ class LeasedViews:
         place = places[index] if index < len(places) else NOWHERE
         if place.reach != MEMORY:
             return None
-        slab = self._slabs.having(place)
+        slab = self._slabs.slab_of(place)
         slab.confirm(place.offset, place.generation)
         return view_at(self._keys[index], place, slab, self._whole)
 

@@ -174,10 +174,10 @@ class ShmTransport(Transport):
         first: int = 0,
         until: Until | None = None,
     ) -> Generator[Arrival, None, int | None]:
-        """Yield what *replies* of a get of the chunks from the *first* on put in reach; of other
-        servers only with *until*.
+        """Yield what *replies* of a get of the chunks from the *first* on put in reach.
 
-        Return the first chunk that another server should have sent and did not, if one did not.
+        What lies with other servers is read from there with *until*, by when that is over. Return
+        the first chunk that one of them should have sent and did not, if one did not.
         """
         assembler: FrameAssembler | None = None
         index = first
@@ -214,7 +214,7 @@ class ShmTransport(Transport):
             return Arrival(index, tier, size_bytes, file)
         if place.reach != MEMORY:
             raise InvalidRequestError("reach", place.reach, "this client reads memory and files")
-        slab = self.slabs.having(place)
+        slab = self.slabs.slab_of(place)
         frame = slab.data[place.offset : place.offset + size_bytes]
         confirm = partial(slab.confirm, place.offset, place.generation)
         return Arrival(index, tier, size_bytes, frame, confirm)
@@ -308,7 +308,7 @@ class Slabs:
                 slab = self._slabs[number] = SlabMap(memory)
             return slab
 
-    def having(self, place: Place) -> SlabMap:
+    def slab_of(self, place: Place) -> SlabMap:
         """Return the slab of *place*. Raises TierUnavailableError, and InvalidRequestError unless
         it lies within.
         """
