@@ -158,9 +158,9 @@ def test_latents_in_bfloat16_are_those_of_the_engines_own_cache(
 def test_fp8_pools_are_stored_bit_for_bit(make_engine: EngineMaker, model: Path) -> None:
     fp8 = {"model": model, "kv_cache_dtype": "fp8"}
     pair = Pair(make_engine({}, **fp8), make_engine(None, **fp8))
-    assert pair.same(prompt(80, 300)) == [0]
-    assert pair.again(prompt(80, 300)) == [256]
+    assert pair.same(prompt(280, 300)) == [0]
+    assert pair.again(prompt(280, 300)) == [256]
     plain = make_engine({})
-    assert plain.generate(prompt(80, 300))[0]["cached"] == 0, "other KV under the same tokens"
+    assert plain.generate(prompt(280, 300))[0]["cached"] == 0, "other KV under the same tokens"
     plain.close()
     pair.close()
