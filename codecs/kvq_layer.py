@@ -1,5 +1,4 @@
-"""A kvq layer: its stored bytes, with every check before they are believed, put together and
-taken apart.
+"""A kvq layer: its stored bytes, checked before they are used, put together and taken apart.
 
 A refinement cuts every step into three, and says which third a number is in. What a third costs
 depends on the channel's model and on how far out the number is, so that base and refinements

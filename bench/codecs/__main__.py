@@ -194,8 +194,8 @@ def _rates_of_model(run: Run, name: str, folder: Path, lengths: Lengths) -> Rate
     given = replace(chunks, bits=model.told_bits, importance=model.told_importance)
     chunks = replace(chunks, importance=model.importance)
     rates = Rates([], lmcache if isinstance(lmcache, str) else "")
-    told = all_codes(given, run.opponents)
-    for one, other in zip(all_codes(chunks, run.opponents), told, strict=True):
+    with_facts = all_codes(given, run.opponents)
+    for one, other in zip(all_codes(chunks, run.opponents), with_facts, strict=True):
         kl, facts = model.score(one.decoded), model.answered(other.decoded)
         rates.points.append(Point(one.codec, one.setting, one.bits_per_value, kl, facts))
         words = f"bits a value, KL {kl:.2e}, facts {facts:.2f}"

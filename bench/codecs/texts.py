@@ -102,8 +102,8 @@ def _codes(count: int) -> Iterator[Telling]:
     rng = random.Random(1)
     for _ in range(count):
         codes = {owner: f"{rng.randrange(10_000):04}" for owner in rng.sample(OWNERS, CODES)}
-        told = [f"\n\nThe code of the {owner} is {code}.\n\n" for owner, code in codes.items()]
-        yield told, [(QUESTION.format(owner=owner), f" {code}") for owner, code in codes.items()]
+        facts = [f"\n\nThe code of the {owner} is {code}.\n\n" for owner, code in codes.items()]
+        yield facts, [(QUESTION.format(owner=owner), f" {code}") for owner, code in codes.items()]
 
 
 def _spread(passages: Sequence[Ids], text: Ids) -> Ids:
