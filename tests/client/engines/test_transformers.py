@@ -24,7 +24,6 @@ from helpers.torch_engine import (
 )
 from transformers import (
     BatchEncoding,
-    GenerationConfig,
     PreTrainedModel,
     StaticCache,
 )
@@ -212,7 +211,7 @@ def test_what_a_call_leaves_out_the_models_own_settings_say(
     for name, value in (("num_beams", 2), ("prompt_lookup_num_tokens", 3)):
         monkeypatch.setattr(tinylm.generation_config, name, value)
         with pytest.raises(InvalidRequestError, match=name):
-            connector.generate(random_ids(40), GenerationConfig(max_new_tokens=4))
+            connector.generate(random_ids(40), greedy())
         monkeypatch.undo()
 
 
