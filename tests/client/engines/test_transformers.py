@@ -182,19 +182,17 @@ def test_a_maximum_length_counts_padding_as_the_model_counts_it(
 
 
 def test_padding_without_a_mask_is_found_as_the_model_finds_it(
-    server: LocalServer, load_tinylm: Callable[..., Any], tokenizer: Any
+    connect: Connect, tinylm: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The settings of a call may leave out which token pads: the model's own say it."""
-    model = load_tinylm()
-    identity = representation_of(model, tokenizer)
-    connector = TransformersConnector(server.connect("auto", identity, OPTIONS), model)
-    model.generation_config.pad_token_id = 0
+    connector = connect()
+    monkeypatch.setattr(tinylm.generation_config, "pad_token_id", 0)
     batch, mask = left_padded([random_ids(count, seed=count)[0] for count in (40, 30)])
     ids = batch * mask
     settings = greedy()
     settings.pad_token_id = None
     for prompts in (ids, torch.nn.functional.pad(ids[:1], (5, 0))):
-        own = model.generate(prompts, generation_config=settings)
+        own = tinylm.generate(prompts, generation_config=settings)
         for _ in range(2):
             found = connector.generate(prompts, settings)
             assert torch.equal(found.output.sequences, own)
