@@ -83,7 +83,8 @@ def test_files_without_certificates_are_refused_by_name(tmp_path: Path) -> None:
     text = tmp_path / "text"
     for words in ("", "no certificate"):
         text.write_text(words)
-        for name, files in (("ca", {"ca": text}), ("cert", {"cert": text, "key": text})):
+        given: list[tuple[str, Any]] = [("ca", {"ca": text}), ("cert", {"cert": text, "key": text})]
+        for name, files in given:
             with pytest.raises(InvalidRequestError, match=f"{name}='{text}': give certificates"):
                 Client("127.0.0.1:1", MODEL, ClientOptions(access=Access(**files)))
 

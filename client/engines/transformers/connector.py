@@ -202,6 +202,8 @@ class TransformersConnector(Connector):
         for a cache of another kind.
         """
         shape = self._shape
+        if not isinstance(cache, Cache):
+            raise ModelError("cache", type(cache).__name__, "give one of this model")
         tokens = generation.prompt_of(input_ids, self._model.device)[: cache.get_seq_length()]
         if not tokens:
             return 0

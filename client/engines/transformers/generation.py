@@ -30,7 +30,7 @@ from kvstore.client.engines.transformers.cache import CacheShape, Held, length
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.codecs.base import Importance
 from kvstore.proto.blend import ReuseReport, accuracy_tag
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, is_whole
 
 PASSED = (
     "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "streamer", "tokenizer",
@@ -135,7 +135,7 @@ def _ends(settings: GenerationConfig) -> list[int]:
 
 def checked_deadline(deadline_ms: int) -> int:
     """Return *deadline_ms*. Raises InvalidRequestError if out of range."""
-    if not 0 <= deadline_ms <= MAX_DEADLINE_MS:
+    if not is_whole(deadline_ms) or not 0 <= deadline_ms <= MAX_DEADLINE_MS:
         raise InvalidRequestError("deadline_ms", deadline_ms, f"give 0 to {MAX_DEADLINE_MS}")
     return deadline_ms
 

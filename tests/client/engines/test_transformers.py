@@ -270,6 +270,8 @@ def test_a_static_cache_and_a_batchs_are_not_saved(connect: Connect, tinylm: Any
         tinylm(prompt, **as_argument(cache))
     with pytest.raises(ModelError, match="StaticCache"):
         connect().save(prompt, cache)
+    with pytest.raises(ModelError, match="cache='tuple': give one of this model"):
+        connect().save(prompt, cast(Any, tuple(kept(prefill(tinylm, prompt)))))
     with pytest.raises(InvalidRequestError, match="cache="):
         connect().save(prompt, prefill(tinylm, prompt.repeat(2, 1)))
 
