@@ -146,7 +146,7 @@ class EventLog:
         return self.last if space is None else self._counts.get(space, self._least)
 
     def number_of(self, space: Namespace | None, own: int) -> int | None:
-        """Return a position after event *own* of *space* and before its next; None if overwritten."""
+        """Return a position from event *own* of *space* to before its next; None if overwritten."""
         last = self.last
         if space is None:
             return own if last - self._size <= own <= last else None
