@@ -10,9 +10,10 @@ import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import filterfalse
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvstore.client.chunk import LayerTensors, Shard, to_arrays
@@ -204,7 +205,7 @@ class _PrefixRead:
     """
 
     wanted: Wanted
-    waiting: SimpleQueue[Arrival | None] = field(default_factory=SimpleQueue)
+    waiting: SimpleQueue[Arrival] = field(default_factory=SimpleQueue)
     found: dict[int, Decoded] = field(default_factory=dict)
     errors: dict[int, KVStoreError] = field(default_factory=dict)
     failed: float = math.inf
@@ -212,13 +213,14 @@ class _PrefixRead:
     fed: int = 0
 
     def help(self) -> None:
-        """Decode what waits until there will be no more."""
-        while (arrived := self.waiting.get()) is not None:
-            self.decode(arrived)
+        """Decode what waits by now. Helpers are shared, and what comes next may take its time."""
+        with suppress(Empty):
+            while True:
+                self.decode(self.waiting.get_nowait())
 
-    def feed(self, arriving: Iterable[Arrival], ahead: int) -> None:
-        """Have all decoded that follows without a gap, until one fails; where more than *ahead*
-        wait, by the caller.
+    def feed(self, arriving: Iterable[Arrival], ahead: int, call: Callable[[], None]) -> None:
+        """Have all decoded that follows without a gap, until one fails: by helpers whom *call*
+        brings; where more than *ahead* wait, by the caller.
         """
         asked = len(self.wanted.keys)
         for arrived in arriving:
@@ -229,6 +231,7 @@ class _PrefixRead:
             self.fed += 1
             if self.waiting.qsize() < ahead:
                 self.waiting.put(arrived)
+                call()
             else:
                 self.decode(arrived)
 
@@ -265,17 +268,19 @@ class Reader:
         reading, count = _PrefixRead(wanted), len(wanted.keys)
         helpers: list[Future[None]] = []
         error: KVStoreError | None = None
-        try:
-            while len(helpers) < min(self.threads, count) - 1:
+
+        def call() -> None:
+            helpers[:] = [one for one in helpers if not one.done() or one.exception()]
+            if len(helpers) < min(self.threads, count) - 1:
                 helpers.append(self.submit(reading.help))
-            reading.feed(arriving, ahead=2 * self.threads)
+
+        try:
+            reading.feed(arriving, 2 * self.threads, call)
         except (DeadlineError, TierUnavailableError) as late:
             error = None if reading.fed else late
         except KVStoreError as stopped:
             error = stopped
         finally:
-            for _ in range(1 + len(helpers)):
-                reading.waiting.put(None)
             try:
                 reading.help()
             finally:  # a room may raise anything; the helpers write to the caller's memory
@@ -404,7 +409,9 @@ class LayerReader:
             if not self._open(arrived):
                 break
         self._count = len(self._chunks)
-        streams = self._streams()
+        streams, shared = self._streams(), self._reader
+        if streams:  # those who wait for segments are not those whom other calls wait for
+            self._reader = Reader(shared.threads)
         started: list[list[Future[None]]] = []
         try:
             started.extend(self._start(segment) for _, segment in self._order)  # as far as it goes
@@ -418,6 +425,8 @@ class LayerReader:
         finally:
             if process is FORKS.process:  # in a child the threads are not there
                 self._settle(streams, started)
+                if self._reader is not shared:
+                    self._reader.close()
 
     def _streams(self) -> list[LayerStream]:
         """Return what brings segments one by one, once it has the order in which they come."""
@@ -436,11 +445,11 @@ class LayerReader:
     ) -> None:
         """Wait for what still reads shared memory and writes the caller's."""
         self._count = 0
-        for stream in streams:
-            stream.end()
-        for piece in (piece for pieces in started for piece in pieces):
-            if not piece.cancel():
-                piece.exception()
+        running = [piece for pieces in started for piece in pieces if not piece.cancel()]
+        if not all(map(Future.done, running)):
+            for stream in streams:
+                stream.end()
+        wait(running)
 
     def _open(self, arrived: Arrival) -> bool:
         """Take a frame whose header is right; return whether it is."""

@@ -12,6 +12,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -143,8 +144,9 @@ class Session:
 
         Raises LeaseExpiredError when it does not know the session any more.
         """
-        counts = {name: count for name, count in dict(self._counts()).items() if count > 0}
-        request = pb.HeartbeatRequest(session_id=self.terms.session_id, counts=counts)
+        request = pb.HeartbeatRequest(session_id=self.terms.session_id)
+        with suppress(Exception):  # an engine whose counts fail keeps its session and its leases
+            request.counts.update({n: count for n, count in self._counts().items() if count > 0})
         within_ms = deadline_ms or self.options.deadline_ms
         reply = self.connection.call("Heartbeat", request, within_ms, pb.HeartbeatResponse)
         self.peers = list(reply.peers)
