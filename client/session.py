@@ -42,6 +42,8 @@ _PACES = 3
 _ONCE_MORE = 2 / 3
 """Share of that for a second call: this process may not have run when the first answer arrived."""
 _PROC = Path("/proc")
+_FAULTS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What counting may raise, and protobuf for what are no counts by names."""
 _RUNNING = ("R", "D")
 """States of a thread that has, or waits for, a core or a disk (proc(5))."""
 
@@ -144,7 +146,7 @@ class Session:
         Raises LeaseExpiredError when the server no longer has the session.
         """
         request = pb.HeartbeatRequest(session_id=self.terms.session_id)
-        with suppress(Exception):  # an engine whose counts fail keeps its session and its leases
+        with suppress(*_FAULTS):  # an engine whose counts fail keeps its session and its leases
             request.counts.update({n: count for n, count in self._counts().items() if count > 0})
         within_ms = deadline_ms or self.options.deadline_ms
         reply = self.connection.call("Heartbeat", request, within_ms, pb.HeartbeatResponse)
