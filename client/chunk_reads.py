@@ -215,11 +215,11 @@ def check_by_layers(link: ServerLink) -> None:
     client of a shard.
     """
     if link.options.shard is not None:
-        fix = "layer by layer there are whole chunks only: use get and put"
+        fix = "layered gets read whole chunks only: use get"
         raise LayoutMismatchError("shard", link.options.shard, fix)
     for group in link.model.layer_groups:
         if group.kind in END_KINDS:
-            fix = "not every chunk has such layers: read these models' chunks whole, by get"
+            fix = "not every chunk of such a model has these layers: use get"
             raise LayoutMismatchError("kind", group.kind.name, fix)
 
 

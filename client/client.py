@@ -203,7 +203,7 @@ class Client:
         self, tokens: Tokens, keys: Keys, left_ms: LeftMs | None = None
     ) -> Sequence[ChunkKey]:
         if (tokens is None) == (keys is None):
-            raise InvalidRequestError("keys", keys, "give tokens or keys, one of them")
+            raise InvalidRequestError("keys", keys, "give either tokens or keys")
         if tokens is not None:
             return self._names(self._link.connected(left_ms).session.terms.namespace, tokens)
         if not isinstance(keys, Sequence):

@@ -36,7 +36,7 @@ _LEAST_S = 0.001
 _RETRIES_IN_CHILD = 2
 """In 1 of 200 children gRPC's restart closed the first connection (grpcio 1.76)."""
 _MEND_S = 10.0
-_FORKED = "the call was ended, as the process was forked: make it again"
+_FORKED = "a fork of the process ended the call: retry it"
 _NO_METHOD = "/kvstore.v1.KVStore/NoMethod"
 """The thread that reads calls refuses it: it waits in no queue and costs next to nothing."""
 _TRACE_API = "opentelemetry.trace"
@@ -325,7 +325,7 @@ class CircuitBreaker:
         """Raise TierUnavailableError while the breaker is open."""
         until = self._until
         if until and (left_s := until - self._clock()) > 0:
-            raise TierUnavailableError("server", f"did not answer; tried again in {left_s:.1f} s")
+            raise TierUnavailableError("server", f"did not answer; retried in {left_s:.1f} s")
 
     def note(self, error: KVStoreError | None, until: Until | None = None) -> bool:
         """Record the error of a call, or None. Return whether that opened the breaker."""

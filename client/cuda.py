@@ -64,7 +64,7 @@ def open_arena(terms: SessionTerms, slabs: Slabs) -> Imported:
     Raises TierUnavailableError when it has none, or its device is not visible here.
     """
     if not terms.arena_device:
-        raise TierUnavailableError("cuda", "the server shares no GPU memory: start it with gpu")
+        raise TierUnavailableError("cuda", "the server shares no GPU memory: add tier gpu")
     device = open_device(_device_called(terms.arena_device))
     return device.import_memory(slabs.slab(ARENA_SLAB).data, terms.arena_bytes)
 
@@ -124,7 +124,7 @@ class DeviceRing:
         finally:
             os.close(exported)
         is_taken = answer is unix_socket.Reply.ok
-        return "" if is_taken else f"the server does not take the ring: {answer.name}"
+        return "" if is_taken else f"the server refused the ring: {answer.name}"
 
     def headers(
         self, representation: bytes, chunks: Sequence[DeviceChunk], written: Event
@@ -137,7 +137,7 @@ class DeviceRing:
         for chunk, header in zip(chunks, bare, strict=True):
             stop = chunk.offset + header.frame_bytes
             if chunk.offset < 0 or chunk.offset % ALIGN_BYTES or stop > len(self.memory):
-                fix = f"a multiple of {ALIGN_BYTES}, within {len(self.memory)} bytes"
+                fix = f"give a multiple of {ALIGN_BYTES}, within {len(self.memory)} bytes"
                 raise InvalidRequestError("offset", (chunk.offset, stop), fix)
         frames = [FrameAt(c.offset, h, 0) for c, h in zip(chunks, bare, strict=True)]
         begun: list[Sums] = []
@@ -202,7 +202,7 @@ class CudaTransport(ShmTransport):
         except TierUnavailableError as error:
             self.without_arena = str(error)
             if session.terms.arena_device:
-                logger.warning("the server's GPU memory is out of reach", reason=str(error))
+                logger.warning("cannot map the server's GPU memory", reason=str(error))
         except KVStoreError:
             super().close()
             raise
@@ -238,7 +238,7 @@ class CudaTransport(ShmTransport):
         """Keep memory mapped while entered. Raises LeaseExpiredError once it is closed."""
         with self._users_lock:
             if self._is_closed:
-                raise LeaseExpiredError("the connection to the server was closed; ask once more")
+                raise LeaseExpiredError("the connection to the server was closed; retry")
             self._users += 1
         try:
             yield

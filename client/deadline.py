@@ -98,7 +98,7 @@ class StoredFrame:
         """
         header = parse_header(head)
         if header.key != self.key or header.representation != representation:
-            raise ChunkCorruptError(self.key, f"its frame is of {header.key.hex()}")
+            raise ChunkCorruptError(self.key, f"its place holds chunk {header.key.hex()}")
         if header.levels > MAX_LEVELS or header.accuracy < least:
             return
         self.header = header

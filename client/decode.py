@@ -115,7 +115,7 @@ def check_header(
     if header.representation != session.representation_digest:
         raise ChunkCorruptError(key, "it was stored for another Model")
     if header.accuracy < least:  # the server should not send such copies
-        raise TooLossyError(f"{key.hex()}: the copy that came is {header.accuracy.name}")
+        raise TooLossyError(f"{key.hex()}: the copy received is {header.accuracy.name}")
     return header
 
 
@@ -224,7 +224,7 @@ class _PrefixRead:
             if arrived.index != self.fed or arrived.index > self.failed:
                 return
             if self.fed == asked:
-                raise InvalidFrameError("index", arrived.index, f"{asked} chunks were asked for")
+                raise InvalidFrameError("index", arrived.index, f"{asked} chunks were requested")
             self.fed += 1
             if self.waiting.qsize() < ahead:
                 self.waiting.put(arrived)

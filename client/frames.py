@@ -248,7 +248,7 @@ class DirectFrame:
         if self._failure is not None:
             raise self._failure
         if self._next < len(self._runs):
-            raise ChunkCorruptError(self.header.key, "its last parts did not come")
+            raise ChunkCorruptError(self.header.key, "its last parts did not arrive")
 
 
 class _Run(NamedTuple):
@@ -268,7 +268,7 @@ def _runs(header: FrameHeader, tensors: AnyTensors) -> list[_Run]:
     for segment, _, parts in each_wanted(header.layout, tensors):
         flat = flat_parts(parts)
         if flat is None:
-            raise LayoutMismatchError("strides", "parts", "not one piece of memory each")
+            raise LayoutMismatchError("strides", "parts", "each has to be contiguous")
         at = starts[segment]
         for number, out in enumerate(flat, 1):
             runs.append(_Run(at, at + len(out), out, segment, number == len(flat)))
@@ -350,7 +350,7 @@ class FrameAssembler:
         A frame left incomplete was late, or dropped.
         """
         if frames != self.next_index:
-            raise InvalidFrameError("frames", frames, f"{self.next_index} came")
+            raise InvalidFrameError("frames", frames, f"{self.next_index} arrived")
 
 
 # --- layer by layer

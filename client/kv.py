@@ -227,7 +227,7 @@ class _StagedPart:
 def _checked(name: str, kv: Any, model: Model) -> WholeKV:
     """Return KV of the shapes of *kv*, CUDA tensors, checked like host tensors."""
     if not all(map(is_on_device, _tensors(kv))):
-        raise LayoutMismatchError(name, "a tensor of the host", "give CUDA tensors, or none")
+        raise LayoutMismatchError(name, "a tensor on the host", "give CUDA tensors only, or none")
     if isinstance(kv, Mapping):
         twins: Any = {
             number: list(map(twin, parts)) if isinstance(parts, Sequence) else twin(parts)
@@ -255,7 +255,7 @@ def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -
     found: AnyKV
     if isinstance(kv, Blocks):
         if kv.cache.model != model:
-            raise LayoutMismatchError(name, kv.cache.model.model_id, "a cache of another Model")
+            raise LayoutMismatchError(name, kv.cache.model.model_id, "give a cache of this Model")
         staged = bool(kv.cache.far)
     else:
         staged = any(map(is_on_device, _tensors(kv)))
@@ -266,10 +266,10 @@ def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -
     else:
         found = WholeKV(model, _groups(name, kv, model))
     if found.tokens < prompt.least_tokens:
-        fix = f"give room for {prompt.least_tokens} tokens"
+        fix = f"needs {prompt.least_tokens} tokens"
         raise LayoutMismatchError(name, found.tokens, fix)
     if is_target and not found.is_writable:
-        raise InvalidRequestError(name, "read-only", "give memory that can be written to")
+        raise InvalidRequestError(name, "read-only", "give writable memory")
     if is_target and not isinstance(kv, Blocks):  # a PagedCache has checked its pages
         check_apart(name, _tensors(kv))
     return found
@@ -286,7 +286,7 @@ def _groups(name: str, kv: Any, model: Model) -> list[list[list[Part]]]:
     groups = model.layer_groups
     for group in groups:
         if group.kind is LayerKind.state:
-            fix = "states are of no token: use get_chunks and put_chunks"
+            fix = "states have no token axis: use get_chunks and put_chunks"
             raise LayoutMismatchError(name, group.kind.name, fix)
     if isinstance(kv, Mapping):
         wanted = {layer for group in groups for layer in group.layer_ids}
@@ -296,7 +296,7 @@ def _groups(name: str, kv: Any, model: Model) -> list[list[list[Part]]]:
     if hasattr(kv, "shape"):
         kv = [kv]
     if not isinstance(kv, Sequence) or len(kv) != len(groups):
-        fix = f"give a tensor for each of {len(groups)} layer groups, a mapping of layers or blocks"
+        fix = f"give a tensor for each of {len(groups)} layer groups, layers by number, or blocks"
         raise LayoutMismatchError(name, type(kv).__name__, fix)
     return [_layers(name, one, group) for one, group in zip(kv, groups, strict=True)]
 

@@ -92,7 +92,7 @@ def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
     ready = message.ready
     fits = len(sources) == ready and len(message.load_us) == 4 * ready <= 4 * asked
     if not fits or max(sources, default=-1) >= len(names):
-        raise KVStoreError(f"the server's answer to a lookup of {asked} chunks is damaged")
+        raise KVStoreError(f"the server's reply to a lookup of {asked} chunks is invalid")
     return Match(
         ready=ready,
         pending=message.pending,
@@ -115,7 +115,7 @@ def _plan_from_message(message: pb.LookupResponse, asked: int) -> LoadPlan | Non
     bounds = [0, *(one.stop for one in ranges)]
     is_whole = bounds[-1] == asked and [one.first for one in ranges] == bounds[:-1]
     if not is_whole or any(first >= stop for first, stop in pairwise(bounds)):
-        raise KVStoreError(f"the server's plan for {asked} chunks is damaged")
+        raise KVStoreError(f"the server's plan for {asked} chunks is invalid")
     return LoadPlan(ranges, message.plan_ms, message.recompute_ms)
 
 

@@ -212,7 +212,7 @@ class LevelledChunk:
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.raw_bytes < 1:
-            raise InvalidRequestError("tokens", (self.tokens, self.raw_bytes), "positive numbers")
+            raise InvalidRequestError("tokens", (self.tokens, self.raw_bytes), "give counts over 0")
         if any(later <= one for one, later in pairwise((0, *self.end_bytes))):
             raise InvalidRequestError("end_bytes", self.end_bytes, "must grow with each level")
 
@@ -247,9 +247,9 @@ class PlanTerms:
     def __post_init__(self) -> None:
         if not (self.deadline_s > 0 and self.decode_bytes_per_s >= 0):
             wrong = (self.deadline_s, self.decode_bytes_per_s)
-            raise InvalidRequestError("deadline_s or decode_bytes_per_s", wrong, "positive numbers")
+            raise InvalidRequestError("deadline_s, decode_bytes_per_s", wrong, "give them over 0")
         if self.tail_tokens < 0:
-            raise InvalidRequestError("tail_tokens", self.tail_tokens, "a count, or 0")
+            raise InvalidRequestError("tail_tokens", self.tail_tokens, "give a count, or 0")
 
     @property
     def deadline_ms(self) -> int:
@@ -320,9 +320,9 @@ class Progress:
             MISSING <= has < len(chunk.end_bytes)
             for has, chunk in zip(self.levels, self.chunks, strict=True)
         ):
-            raise InvalidRequestError("levels", self.levels, "a level of each chunk")
+            raise InvalidRequestError("levels", self.levels, "give a level of each chunk")
         if not self.terms.decode_bytes_per_s:
-            raise InvalidRequestError("decode_bytes_per_s", 0, "give what decoding takes")
+            raise InvalidRequestError("decode_bytes_per_s", 0, "give the decode speed")
 
     @property
     def is_beside(self) -> bool:

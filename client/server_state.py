@@ -160,7 +160,7 @@ def stat_from_message(message: pb.ChunkStat) -> ChunkStat:
     try:
         return as_value(ChunkStat, message, idle_s=idle_s, expires_s=message.expires_s or None)
     except ValueError as error:
-        raise KVStoreError(f"the server's reply cannot be read: {error}") from None
+        raise KVStoreError(f"the server's reply is invalid: {error}") from None
 
 
 def status_from_message(message: pb.StatusResponse) -> ServerStatus:
@@ -298,7 +298,7 @@ def page_from_message(message: pb.EventsResponse) -> EventPage:
 
 def _event(event: pb.ChunkEvent) -> ChunkEvent:
     if len(event.key) != KEY_BYTES or len(event.parent) not in (0, DIGEST_BYTES):
-        raise InvalidRequestError("key", event.key.hex(), "the server's events make no sense")
+        raise InvalidRequestError("key", event.key.hex(), "the server sent an invalid event")
     space, accuracy = event.key[:DIGEST_BYTES], event.accuracy
     return ChunkEvent(
         ChunkKey(event.key),

@@ -104,7 +104,7 @@ class Session:
         space, boot_id = Namespace(reply.key_namespace), reply.server.boot_id
         self.terms = as_value(SessionTerms, reply, namespace=space, boot_id=boot_id)
         if reply.max_message_bytes <= 0 or not reply.heartbeat_ms:
-            raise InvalidRequestError("server", connection.address, "its terms make no sense")
+            raise InvalidRequestError("server", connection.address, "it sent invalid session terms")
         self.pace_s = FIRST_PACE_S
         """The time of the slowest recent answer, decaying."""
         self._is_closed = False

@@ -108,10 +108,10 @@ class ShmTransport(Transport):
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
         left_ms = Until(terms.within_ms).left_ms
         if not self._put_lock.acquire(timeout=left_ms() / 1000):
-            raise DeadlineError("other puts had the staging memory all the time")
+            raise DeadlineError("other puts held the staging memory until the deadline")
         try:
             if self.is_spent:
-                raise LeaseExpiredError("the session's staging memory is in doubt: open another")
+                raise LeaseExpiredError("the server may still read the session's staging memory")
             terms = replace(terms, within_ms=left_ms())
             pipeline = PutPipeline(self._staging, self.session, self.rpc, terms)
             try:
@@ -213,7 +213,7 @@ class ShmTransport(Transport):
             file = FileFrame(self.slabs.file(place.number), place.offset, size_bytes)
             return Arrival(index, tier, size_bytes, file)
         if place.reach != MEMORY:
-            raise InvalidRequestError("reach", place.reach, "this client reads memory and files")
+            raise InvalidRequestError("reach", place.reach, "give memory or a file")
         slab = self.slabs.slab_of(place)
         frame = slab.data[place.offset : place.offset + size_bytes]
         confirm = partial(slab.confirm, place.offset, place.generation)
@@ -341,7 +341,7 @@ class Slabs:
         for descriptor in files:
             os.close(descriptor)
         if reply is unix_socket.Reply.invalid:  # it was freed, with its chunks
-            raise LeaseExpiredError(f"{op.name} {number} is gone; look the chunk up again")
+            raise LeaseExpiredError(f"{op.name} {number} was freed; look the chunk up again")
         raise TierUnavailableError("shm", f"{op.name} {number}: {reply.name}")
 
     def _exchange(

@@ -147,7 +147,7 @@ class FrameStream:
         """Return the answer to the last request, which is not a part. Raises the server's error."""
         message, payload = self.receive()
         if message.request != self.requests or payload is not None:
-            raise InvalidFrameError("request", message.request, f"{self.requests} was asked")
+            raise InvalidFrameError("request", message.request, f"expected {self.requests}")
         if message.HasField("failed"):
             raise bulk.error_of(message.failed)
         return message
@@ -165,7 +165,7 @@ class FrameStream:
         message, size_bytes = self._try(self._wire.receive)
         if message.HasField("part"):
             if message.request != self.requests:
-                raise InvalidFrameError("request", message.request, f"{self.requests} was asked")
+                raise InvalidFrameError("request", message.request, f"expected {self.requests}")
             self._coming = Payload(size_bytes, partial(self._try, self._wire.fill))
             return message, self._coming
         if message.HasField("failed") and not message.request:  # of the session, not of a request
@@ -398,7 +398,7 @@ def upload(stream: FrameStream, chunks: Sequence[Outgoing]) -> list[Put]:
     answer = stream.answer()
     outcomes, reasons = answer.stored.outcomes, answer.stored.reasons
     if not (len(outcomes) == len(reasons) == len(chunks) and answer.HasField("stored")):
-        raise InvalidFrameError("answer", answer, f"{len(chunks)} were put")
+        raise InvalidFrameError("answer", answer, f"expected {len(chunks)} outcomes")
     stream.is_over = True
     return read_outcomes(outcomes, reasons)
 

@@ -135,7 +135,7 @@ class UnixRpc:
         link, queue = sent.link, sent.queue
         if link is not None:
             if queue is not None:
-                assert sent is queue.unanswered[0], "the answer is another call's"
+                assert sent is queue.unanswered[0], "answers are awaited in call order"
                 queue.unanswered.popleft()
             try:
                 reply = self._receive(sent, link)
@@ -198,7 +198,7 @@ class UnixRpc:
                 return kind.FromString(parts[0] if len(parts) == 1 else b"".join(parts))
             except DecodeError:
                 name = kind.DESCRIPTOR.name
-                raise KVStoreError(f"the server's answer is no {name}") from None
+                raise KVStoreError(f"the server's reply is not a {name}") from None
         return None
 
 

@@ -229,7 +229,7 @@ async def _main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Send prompts to where their prefix is.")
+    parser = argparse.ArgumentParser(description="Route prompts to the node with their prefix.")
     parser.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT")
     parser.add_argument("--model", type=Path, required=True, metavar="FILE")
     parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N")

@@ -319,7 +319,7 @@ def test_rings_that_are_not_as_large_as_they_say_may_shrink_or_are_a_second_one_
     assert not puts_of(server)._rings
     assert offered(transport, len(ring.memory), ring) is unix_socket.Reply.ok
     assert offered(transport, len(ring.memory), ring) is unix_socket.Reply.invalid
-    assert ring.register(transport) == "the server does not take the ring: invalid"
+    assert ring.register(transport) == "the server refused the ring: invalid"
     assert put(client, ring, ring.write(keys_of(client, 1, 1))) == [REFUSED]
 
 

@@ -224,7 +224,7 @@ def test_what_cannot_be_of_a_gpus_tensors_is_refused_by_name(
         PagedCache(MODEL, [far(20, 2, 2, 8, 8)] * 2, axes)
     with pytest.raises(LayoutMismatchError, match="leave kv out"):
         PagedCache(MODEL, [(far(20, 2, 2, 8, 8), far(20, 2, 2, 8, 8)) for _ in range(2)], axes)
-    with pytest.raises(LayoutMismatchError, match="some of the host"):
+    with pytest.raises(LayoutMismatchError, match="some on the host"):
         PagedCache(MODEL, [far(20, 2, 2, 8, 8), torch.zeros(20, 2, 2, 8, 8).bfloat16()], axes)
 
 

@@ -93,7 +93,7 @@ def test_gate_shuts_after_silence_and_opens_when_its_time_is_up(error: KVStoreEr
     gate.check()
     assert gate.note(error)
     for _ in range(3):
-        with pytest.raises(TierUnavailableError, match=r"did not answer; tried again in 0\.5 s"):
+        with pytest.raises(TierUnavailableError, match=r"did not answer; retried in 0\.5 s"):
             gate.check()
     clock.now += 0.499
     with pytest.raises(TierUnavailableError):
