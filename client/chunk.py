@@ -112,7 +112,7 @@ def place_of(tensor: Any) -> NDArray[Any]:
     return np.asarray(Place())
 
 
-def host_room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def host_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return host memory, pinned where there is a GPU."""
     import torch
 

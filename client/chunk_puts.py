@@ -215,8 +215,8 @@ class EncodedChunk(Outgoing):
         copy_bytes(out, self.frame)
 
     @override
-    def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
-        """Return the frame as it is; *room* is not used."""
+    def pieces(self, allocate: Callable[[int], Bytes]) -> list[Bytes]:
+        """Return the frame as it is; *allocate* is not used."""
         return cut_header(self.frame)
 
 
@@ -289,8 +289,8 @@ class LayeredPut:
         for chunk, (header, arrays) in enumerate(zip(self._headers, layers, strict=True)):
             row = header.segments[segment]
             start = int(row["offset"])
-            room = self._frames[chunk][start : start + int(row["stored_bytes"])]
-            _, self._sums[chunk][segment] = RAW.encode_checked(arrays, components[chunk], room)
+            out = self._frames[chunk][start : start + int(row["stored_bytes"])]
+            _, self._sums[chunk][segment] = RAW.encode_checked(arrays, components[chunk], out)
         self._missing.remove(layer_id)
 
     def _cut(self, parts: Sequence[Any], group: LayerGroup) -> list[list[Any]]:

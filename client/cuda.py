@@ -65,11 +65,11 @@ def open_arena(terms: SessionTerms, slabs: Slabs) -> Imported:
     """
     if not terms.arena_device:
         raise TierUnavailableError("cuda", "the server shares no GPU memory: add tier gpu")
-    device = open_device(_device_called(terms.arena_device))
+    device = open_device(_find_device(terms.arena_device))
     return device.import_memory(slabs.slab(ARENA_SLAB).data, terms.arena_bytes)
 
 
-def _device_called(identity: str) -> torch.device:
+def _find_device(identity: str) -> torch.device:
     if identity == "cpu":  # a test's stand-in for a device
         return torch.device("cpu")
     seen = [
@@ -118,7 +118,7 @@ class DeviceRing:
         token = unix_socket.device_token(identity)
         exported = self.device.export(self.memory)
         try:
-            answer = transport.slabs.give(
+            answer = transport.slabs.send_descriptor(
                 unix_socket.Request(unix_socket.Op.ring, len(self.memory), token), exported
             )
         finally:
@@ -294,7 +294,7 @@ class CudaTransport(ShmTransport):
         for place in places:
             slab = self.slabs.slab_of(place)
             slab.confirm(place.offset, place.generation)
-            registration.note(place.number, slab.data)
+            registration.add(place.number, slab.data)
             frames.append(slab.data[place.offset : place.offset + place.size_bytes])
             confirms.append(partial(slab.confirm, place.offset, place.generation))
         return Run(index, (), frames, confirms)
@@ -403,7 +403,7 @@ class CudaClient(Client):
     ) -> int:
         try:
             with ExitStack() as stack:
-                reading.run(_noted(self._arriving(stack, transport, left_ms, reading), arrived))
+                reading.run(_reporting(self._arriving(stack, transport, left_ms, reading), arrived))
         except RuntimeError as error:  # from torch or cupy
             reason = str(error).partition("\n")[0]
             raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
@@ -430,7 +430,7 @@ def _run_of(arrived: Arrival) -> Run:
     return Run(arrived.index, (), [arrived.data[:]], [arrived.confirm])
 
 
-def _noted(arriving: Iterator[T], arrived: Callable[[], None]) -> Iterator[T]:
+def _reporting(arriving: Iterator[T], arrived: Callable[[], None]) -> Iterator[T]:
     for one in arriving:
         arrived()
         yield one

@@ -182,7 +182,7 @@ def _payload(data: Bytes | Payload) -> Payload:
     return Payload(len(data), fill)
 
 
-def here(data: Bytes | Payload) -> Bytes:
+def received(data: Bytes | Payload) -> Bytes:
     """Return a part's bytes: received into new memory, or in place if they are here already."""
     if isinstance(data, Payload):
         out = np.empty(len(data), np.uint8)
@@ -219,22 +219,22 @@ class DirectFrame:
 
     def take(self, offset: int, data: Bytes | Payload) -> None:
         """Take the part at *offset*; each follows the last. ``check`` raises the errors."""
-        coming = _payload(data)
+        payload = _payload(data)
         at, end = offset, offset + len(data)
         while self._next < len(self._runs) and self._failure is None:
             run = self._runs[self._next]
             first, last = max(run.start, at), min(run.stop, end)
             if first < last:
-                coming.skip(first - at)
+                payload.skip(first - at)
                 # The sum is of the tensors' own bytes, while they are in cache.
-                coming.into(run.out[first - run.start : last - run.start], self._digest)
+                payload.into(run.out[first - run.start : last - run.start], self._digest)
                 at = last
             if end < run.stop:
                 break
             self._next += 1
             if run.ends:
                 self._end_segment(run.segment)
-        coming.skip(end - at)
+        payload.skip(end - at)
 
     def _end_segment(self, segment: int) -> None:
         try:
@@ -330,7 +330,7 @@ class FrameAssembler:
             raise InvalidFrameError("offset", part.offset, "parts must follow each other")
         if not part.offset:
             self._frame_bytes = part.frame_bytes
-            data = here(data)
+            data = received(data)
             direct = self._direct and self._direct(part.index, part.frame_bytes, data)
             self._frame = self._allocate(part.frame_bytes) if direct is None else direct
         if isinstance(self._frame, DirectFrame):

@@ -92,19 +92,19 @@ class PrefillMeter:
     """
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque(maxlen=SAMPLES_KEPT)
+        self._samples: deque[tuple[float, int]] = deque(maxlen=SAMPLES_KEPT)
         self._lock = threading.Lock()
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Record that *tokens* took *seconds*; fewer than LEAST_TOKENS are ignored."""
         if tokens >= LEAST_TOKENS and seconds > 0:
             with self._lock:
-                self._seen.append((seconds / tokens, tokens))
+                self._samples.append((seconds / tokens, tokens))
 
     def model(self, doubt: float = 1.0) -> PrefillModel | None:
         """Return the cost of a token, times *doubt*; None before the first sample."""
         with self._lock:
-            samples = sorted(self._seen)
+            samples = sorted(self._samples)
         left = sum(tokens for _, tokens in samples) / 2
         for token_s, tokens in samples:
             left -= tokens
@@ -325,7 +325,7 @@ class Progress:
             raise InvalidRequestError("decode_bytes_per_s", 0, "give the decode speed")
 
     @property
-    def is_beside(self) -> bool:
+    def is_concurrent(self) -> bool:
         """Whether the engine computes while chunks load."""
         return self.terms.prefill is not None and not self.terms.loads_first
 
@@ -341,7 +341,7 @@ class Progress:
     def left_s(self) -> float:
         """Return the engine's time for the missing chunks and the tail."""
         terms, levels, sizes = self.terms, self.levels, self._sizes
-        if not self.is_beside:
+        if not self.is_concurrent:
             loaded = sum(1 for _ in takewhile(lambda has: has >= 0, levels))
             return terms.compute_s(self.chunks, loaded)
         missing = [size for size, has in zip(sizes, levels, strict=True) if has == MISSING]
@@ -414,7 +414,7 @@ class Progress:
         # If computing everything meets the deadline, loads may not delay it.
         is_met = self.elapsed_s + terms.compute_s(self.chunks) <= terms.deadline_s
         is_over = terms.deadline_s <= terms.later_s(self.chunks)
-        if not self.is_beside and min(ready_s) > self._due_s and not is_met and not is_over:
+        if not self.is_concurrent and min(ready_s) > self._due_s and not is_met and not is_over:
             # Late unless the link has become faster: trying costs ``later_s`` at most.
             soonest = splits[0]
         return self._refined(soonest, mean)
@@ -431,7 +431,7 @@ class Progress:
         batch: list[Fetch] = []
         for level in range(max(found.actions, default=RECOMPUTE) + 1):
             order = range(len(found.actions))
-            for at in reversed(order) if self.is_beside and not level else order:
+            for at in reversed(order) if self.is_concurrent and not level else order:
                 if budget_bytes > 0 and self.levels[at] < level <= found.actions[at]:
                     ends = (0, *self.chunks[at].end_bytes)
                     start = max(ends[level], arrived_bytes[at])
@@ -464,7 +464,7 @@ class Progress:
         """Return where the loads may begin, or, with ``loads_first``, end; first the one that
         computes least.
         """
-        if self.is_beside:
+        if self.is_concurrent:
             here = (at for at, has in enumerate(self.levels) if has >= 0)
             low, high = self.begun, min(here, default=self._loadable)
         else:
@@ -473,13 +473,13 @@ class Progress:
             if self.terms.prefill is None:
                 return [high]
         step = max(1, (high - low) // SPLITS_TRIED)
-        if self.is_beside:
+        if self.is_concurrent:
             return [*range(low, high, step), high]
         return [*range(high, low, -step), low]
 
     def _loading(self, split: int) -> list[int]:
         """Return the actions of *split*, with the base level of chunks to load."""
-        first, stop = (split, self._loadable) if self.is_beside else (self.begun, split)
+        first, stop = (split, self._loadable) if self.is_concurrent else (self.begun, split)
         return [
             max(has, 0) if first <= at < stop else RECOMPUTE for at, has in enumerate(self.levels)
         ]

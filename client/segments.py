@@ -250,17 +250,17 @@ def _variant(message: pb.Variant, names: Sequence[str]) -> Variant:
 def segment_batches(segments: Sequence[NamedSegment], limit: int) -> list[list[NamedSegment]]:
     """Return groups of at most *limit* chunks, in order; longer segments are cut."""
     groups: list[list[NamedSegment]] = [[]]
-    room = limit
+    space = limit
     for one in segments:
         start = one.start
         for first, some in batches(one.chunks, limit):
             is_last = first + len(some) == len(one.chunks)
             stop = one.stop if is_last else some[-1].stop
-            if len(some) > room:
+            if len(some) > space:
                 groups.append([])
-                room = limit
+                space = limit
             groups[-1].append(replace(one, start=start, stop=stop, chunks=tuple(some)))
-            room -= len(some)
+            space -= len(some)
             start = stop
     return groups
 

@@ -316,29 +316,29 @@ async def followed(stream: EventStream) -> AsyncGenerator[EventPage, None]:
     """
     loop = asyncio.get_running_loop()
     pages: asyncio.Queue[EventPage | KVStoreError | None] = asyncio.Queue()
-    room = threading.Semaphore(PAGES_AHEAD)
+    slots = threading.Semaphore(PAGES_AHEAD)
 
-    def tell(what: EventPage | KVStoreError | None) -> None:
+    def push(what: EventPage | KVStoreError | None) -> None:
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(pages.put_nowait, what)
 
     def read() -> None:
         try:
             for page in stream:
-                room.acquire()
-                tell(page)
+                slots.acquire()
+                push(page)
         except KVStoreError as error:
-            tell(error)
+            push(error)
         else:
-            tell(None)
+            push(None)
 
     threading.Thread(target=read, name="kvstore-events", daemon=True).start()
     try:
         while (page := await pages.get()) is not None:
             if isinstance(page, KVStoreError):
                 raise page
-            room.release()
+            slots.release()
             yield page
     finally:
         stream.close()
-        room.release(PAGES_AHEAD)
+        slots.release(PAGES_AHEAD)

@@ -182,11 +182,11 @@ class UnixRpc:
                 answer = unpack_answer(link.recv(MAX_PACKET_BYTES + 1))
             except TimeoutError:
                 error = DeadlineError("the server did not answer in time")
-                breaker.note(error, sent.until)
+                breaker.record(error, sent.until)
                 raise error from None
             except (OSError, InvalidRequestError):
                 return None
-            breaker.note(None)
+            breaker.record(None)
             parts.append(answer.body)
             if answer.reply is Reply.part:
                 continue

@@ -392,7 +392,7 @@ def test_who_may_not_join_calls_through_grpc_and_tries_again_later(
         setting.ahead_s += 6.0
         assert [setting.look_up(), setting.look_up()] == [2, 2]
         assert eventually(lambda: len(false.joins) == number)  # noqa: B023
-        assert eventually(lambda: not setting.link.links._is_beside)
+        assert eventually(lambda: not setting.link.links._is_in_thread)
     setting.ahead_s += 6.0
     assert setting.look_up() == 2, "one is connected beside it"
     assert eventually(lambda: setting.look_up() == BY_SOCKET)
