@@ -71,12 +71,12 @@ def open_arena(terms: SessionTerms, slabs: Slabs) -> Imported:
     Raises TierUnavailableError when it has none, or its device is not visible here.
     """
     if not terms.arena_device:
-        raise TierUnavailableError("cuda", "the server shares no GPU memory: start it with gpu")
-    device = open_device(_device_called(terms.arena_device))
+        raise TierUnavailableError("cuda", "the server shares no GPU memory: add tier gpu")
+    device = open_device(_find_device(terms.arena_device))
     return device.import_memory(slabs.slab(ARENA_SLAB).data, terms.arena_bytes)
 
 
-def _device_called(identity: str) -> torch.device:
+def _find_device(identity: str) -> torch.device:
     if identity == "cpu":  # a test's stand-in for a device
         return torch.device("cpu")
     seen = [
@@ -125,13 +125,13 @@ class DeviceRing:
         token = unix_socket.device_token(identity)
         exported = self.device.export(self.memory)
         try:
-            answer = transport.slabs.give(
+            answer = transport.slabs.send_descriptor(
                 unix_socket.Request(unix_socket.Op.ring, len(self.memory), token), exported
             )
         finally:
             os.close(exported)
         is_taken = answer is unix_socket.Reply.ok
-        return "" if is_taken else f"the server does not take the ring: {answer.name}"
+        return "" if is_taken else f"the server refused the ring: {answer.name}"
 
     def headers(
         self, representation: bytes, chunks: Sequence[DeviceChunk], written: Event
@@ -144,7 +144,7 @@ class DeviceRing:
         for chunk, header in zip(chunks, bare, strict=True):
             stop = chunk.offset + header.frame_bytes
             if chunk.offset < 0 or chunk.offset % ALIGN_BYTES or stop > len(self.memory):
-                fix = f"a multiple of {ALIGN_BYTES}, within {len(self.memory)} bytes"
+                fix = f"give a multiple of {ALIGN_BYTES}, within {len(self.memory)} bytes"
                 raise InvalidRequestError("offset", (chunk.offset, stop), fix)
         frames = [FrameAt(c.offset, h, 0) for c, h in zip(chunks, bare, strict=True)]
         begun: list[Sums] = []
@@ -209,7 +209,7 @@ class CudaTransport(ShmTransport):
         except TierUnavailableError as error:
             self.without_arena = str(error)
             if session.terms.arena_device:
-                logger.warning("the server's GPU memory is out of reach", reason=str(error))
+                logger.warning("cannot map the server's GPU memory", reason=str(error))
         except KVStoreError:
             super().close()
             raise
@@ -245,7 +245,7 @@ class CudaTransport(ShmTransport):
         """Keep memory mapped while entered. Raises LeaseExpiredError once it is closed."""
         with self._users_lock:
             if self._is_closed:
-                raise LeaseExpiredError("the connection to the server was closed; ask once more")
+                raise LeaseExpiredError("the connection to the server was closed; retry")
             self._users += 1
         try:
             yield
@@ -301,7 +301,7 @@ class CudaTransport(ShmTransport):
         for place in places:
             slab = self.slabs.slab_of(place)
             slab.confirm(place.offset, place.generation)
-            registration.note(place.number, slab.data)
+            registration.add(place.number, slab.data)
             frames.append(slab.data[place.offset : place.offset + place.size_bytes])
             confirms.append(partial(slab.confirm, place.offset, place.generation))
         return Run(index, (), frames, confirms)
@@ -410,7 +410,7 @@ class CudaClient(Client):
     ) -> int:
         try:
             with ExitStack() as stack:
-                reading.run(_noted(self._arriving(stack, transport, left_ms, reading), arrived))
+                reading.run(_reporting(self._arriving(stack, transport, left_ms, reading), arrived))
         except RuntimeError as error:  # from torch or cupy
             reason = str(error).partition("\n")[0]
             raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
@@ -437,7 +437,7 @@ def _run_of(arrived: Arrival) -> Run:
     return Run(arrived.index, (), [arrived.data[:]], [arrived.confirm])
 
 
-def _noted(arriving: Iterator[T], arrived: Callable[[], None]) -> Iterator[T]:
+def _reporting(arriving: Iterator[T], arrived: Callable[[], None]) -> Iterator[T]:
     for one in arriving:
         arrived()
         yield one

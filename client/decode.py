@@ -49,7 +49,7 @@ from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, layer_order
 
 WRONG = (ChunkCorruptError, InvalidFrameError, ModelError)
 """Errors that prove a chunk wrong: it is reported to the server."""
-Room: TypeAlias = Callable[[int, KVLayout], Any]
+Target: TypeAlias = Callable[[int, KVLayout], Any]
 """Returns the target of a chunk, by index and layout, as AnyTensors of that layout."""
 T = TypeVar("T")
 
@@ -63,7 +63,7 @@ def fresh(_: int, layout: KVLayout) -> ChunkTensors:
     return empty_tensors(layout)
 
 
-def given(out: Sequence[LayerTensors]) -> Room:
+def given(out: Sequence[LayerTensors]) -> Target:
     """Return the targets in the caller's *out*."""
     return lambda index, _: to_arrays(out[index])
 
@@ -80,9 +80,9 @@ N = TypeVar("N", bound=Numbered)
 
 
 def contiguous(
-    arriving: Iterable[N], asked: int, chunks: Callable[[N], int] = lambda one: 1
+    arriving: Iterable[N], limit: int, chunks: Callable[[N], int] = lambda one: 1
 ) -> Iterator[N]:
-    """Yield the items that arrive in order and in time, for up to *asked* chunks; raise only if
+    """Yield the items that arrive in order and in time, for up to *limit* chunks; raise only if
     there are none.
 
     ``chunks(one)`` returns how many chunks an item has.
@@ -90,7 +90,7 @@ def contiguous(
     count = 0
     try:
         for arrived in arriving:
-            if arrived.index != count or count + chunks(arrived) > asked:
+            if arrived.index != count or count + chunks(arrived) > limit:
                 return
             count += chunks(arrived)
             yield arrived
@@ -116,7 +116,7 @@ def check_header(
     if header.representation != session.representation_digest:
         raise ChunkCorruptError(key, "it was stored for another Model")
     if header.accuracy < least:  # the server should not send such copies
-        raise TooLossyError(f"{key.hex()}: the copy that came is {header.accuracy.name}")
+        raise TooLossyError(f"{key.hex()}: the copy received is {header.accuracy.name}")
     return header
 
 
@@ -135,12 +135,12 @@ class Decoded(NamedTuple):
 class Wanted:
     """What one read is to return: the *shard* of chunks of *accuracy* or better.
 
-    Chunk i of *keys* goes to ``room(first + i, layout)``.
+    Chunk i of *keys* goes to ``target(first + i, layout)``.
     """
 
     session: Session
     keys: Sequence[ChunkKey]
-    room: Room = fresh
+    target: Target = fresh
     accuracy: Accuracy = Accuracy.exact
     first: int = 0
     shard: Shard | None = None
@@ -159,14 +159,14 @@ class Wanted:
             header = check_header(self.session, key, frame, len(frame), self.accuracy)
             model = self.session.representation
             if self.shard is not None and not self.shard.has_any(model, header.layout):
-                self.room(self.first + index, header.layout)  # records the layout, for windows
+                self.target(self.first + index, header.layout)  # records the layout, for windows
                 tensors = []
             elif self.shard is not None:
                 part = self.shard.in_chunk(model, header.layout)
-                tensors = self.room(self.first + index, part.layout)
+                tensors = self.target(self.first + index, part.layout)
                 cut(header, frame, part, tensors)
             else:
-                tensors = self.room(self.first + index, header.layout)
+                tensors = self.target(self.first + index, header.layout)
                 if header.codec_id != RAW.codec_id:
                     codec_by_id(header.codec_id).decode_into(header, frame[:], tensors)
                 elif isinstance(frame, FileFrame):
@@ -191,7 +191,7 @@ class Wanted:
             if header.codec_id != RAW.codec_id:
                 return None
             head = start[: header.header_bytes].copy()  # a part is longer
-            return DirectFrame(header, head, self.room(self.first + index, header.layout))
+            return DirectFrame(header, head, self.target(self.first + index, header.layout))
         except KVStoreError:
             return None
 
@@ -221,12 +221,12 @@ class _PrefixRead:
         """Queue the frames that arrive in order, until one fails, and *call* a helper for each;
         with *ahead* of them waiting, the caller decodes.
         """
-        asked = len(self.wanted.keys)
+        count = len(self.wanted.keys)
         for arrived in arriving:
             if arrived.index != self.fed or arrived.index > self.failed:
                 return
-            if self.fed == asked:
-                raise InvalidFrameError("index", arrived.index, f"{asked} chunks were asked for")
+            if self.fed == count:
+                raise InvalidFrameError("index", arrived.index, f"{count} chunks were requested")
             self.fed += 1
             if self.waiting.qsize() < ahead:
                 self.waiting.put(arrived)
@@ -468,7 +468,7 @@ class LayerReader:
             return False  # may be right, for a newer client or on another disk
         finally:
             arrived.confirm()
-        tensors: AnyTensors = wanted.room(arrived.index, header.layout)
+        tensors: AnyTensors = wanted.target(arrived.index, header.layout)
         check_tensors(header.layout, tensors, is_target=True)
         layers = [parts for component in tensors for parts in component]
         if len(layers) != header.layout.segment_count:  # a window may be left out of whole chunks
@@ -495,17 +495,17 @@ class LayerReader:
             chunk = self._chunks[number]
             data = chunk.take(segment)
             if data is None:
-                self._lose(number, None)
+                self._truncate(number, None)
                 return
             try:
                 chunk.decode(segment, data)
             except WRONG:
-                self._lose(number, self._wanted.keys[chunk.arrived.index])
+                self._truncate(number, self._wanted.keys[chunk.arrived.index])
             finally:
                 # Before all other errors: reused memory proves nothing about the chunk.
                 chunk.arrived.confirm()
 
-    def _lose(self, number: int, broken: ChunkKey | None) -> None:
+    def _truncate(self, number: int, broken: ChunkKey | None) -> None:
         with self._lock:
             if number < self._count:
                 self._count, self.broken = number, broken

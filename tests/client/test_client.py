@@ -119,7 +119,7 @@ def test_a_chunk_over_the_servers_limit_is_refused_unsent(
     long = server.connect("auto", MEDIUM, ClientOptions(chunk_tokens=64, deadline_ms=DEADLINE_MS))
     with (
         server.unchanged(),
-        pytest.raises(InvalidRequestError, match=r"takes 65536 at most; use shorter chunks"),
+        pytest.raises(InvalidRequestError, match=r"limit is 65536; use shorter chunks"),
     ):
         long.put_chunks(chunks_of(long, keys_of(long, 1, 1)))
 

@@ -75,7 +75,7 @@ def test_tensors_are_what_the_parts_add_up_to_wherever_they_are_cut(cuts: list[i
     assert equal(ours.tensors, RawCodec().views(HEADER, FRAME))
     ours = direct_frame()
     ours.take(0, FRAME[:-1])
-    with pytest.raises(ChunkCorruptError, match="did not come"):
+    with pytest.raises(ChunkCorruptError, match="did not arrive"):
         ours.check()
 
 
@@ -245,7 +245,7 @@ def test_a_frame_that_was_begun_when_the_time_was_up_is_no_frame_and_no_error() 
     assert one.take(part(0, 1, 0, b"a")) is not None
     assert one.take(part(1, 2, 0, b"a")) is None
     one.end(1)
-    with pytest.raises(InvalidFrameError, match="frames=2: 1 came"):
+    with pytest.raises(InvalidFrameError, match="frames=2: 1 arrived"):
         one.end(2)
 
 
@@ -435,7 +435,7 @@ def test_frames_that_nobody_asked_for_are_not_read(reader: Reader, session: Sess
     found, broken = reader.read(Wanted(session, KEYS[:2]), map(arrived, range(6)))
     assert_right(found, 2)
     assert broken is None
-    with pytest.raises(InvalidFrameError, match="0 chunks were asked for"):
+    with pytest.raises(InvalidFrameError, match="0 chunks were requested"):
         reader.read(Wanted(session, []), map(arrived, range(2)))
 
 

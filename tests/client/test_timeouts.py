@@ -168,7 +168,7 @@ def test_a_levelled_get_that_is_late_shuts_nobody_out_nor_lets_anybody_in(
     transport = client._link.connected()
 
     def late(_: Any) -> None:
-        transport.session.connection.breaker.note(LATE if is_own else DeadlineError("another's"))
+        transport.session.connection.breaker.record(LATE if is_own else DeadlineError("another's"))
         raise LATE
 
     monkeypatch.setattr(transport, "read", late)
@@ -361,8 +361,8 @@ def test_a_call_that_hangs_at_its_end_counts_with_its_whole_time(
         raise LATE
 
     def hangs(*_: Any) -> None:
-        breaker.note(None)
-        breaker.note(LATE, Until(DEADLINE_MS // 4))
+        breaker.record(None)
+        breaker.record(LATE, Until(DEADLINE_MS // 4))
         raise LATE
 
     for work, is_shut in ((slow, False), (hangs, True)):
