@@ -153,11 +153,11 @@ def _certificates(name: str, path: Path | None) -> bytes | None:
 def _check_plain(address: str) -> None:
     """Raise InvalidRequestError where a token in plain text might leak."""
     if not _is_near(address):
-        fix = "a token would travel in plain text: give tls or ca, or insecure"
+        fix = "the token would be sent in plain text: give tls or ca, or insecure"
         raise InvalidRequestError("access", address, fix)
     strangers = [uid for uid in _listeners(address) - {os.geteuid()} if uid >= FIRST_LOGIN_UID]
     if strangers:
-        fix = f"user {strangers[0]} listens there and would get the token: give tls or ca"
+        fix = f"user {strangers[0]} listens there and would receive the token: give tls or ca"
         raise InvalidRequestError("access", address, fix)
 
 
@@ -221,7 +221,7 @@ class ClientOptions:
         if self.transport not in get_args(TransportName):
             fix = "use auto, shm, tcp or grpc"
             if str(self.transport) == "zmq":
-                fix = "there is no such transport any more; use tcp"
+                fix = "it was removed; use tcp"
             raise InvalidRequestError("transport", self.transport, fix)
         check_chunk_tokens(self.chunk_tokens)
         if not isinstance(self.access, Access):
