@@ -76,10 +76,10 @@ def _whole_numbers(name: str, given: Any, device: torch.device) -> Tensor:
     try:
         found = torch.as_tensor(given, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
-        fix = f"give a tensor, lists of one length or what the tokenizer returned: {error}"
+        fix = f"give a tensor, lists of one length or a tokenizer's output: {error}"
         raise InvalidRequestError(name, type(given).__name__, fix) from None
     if found.is_floating_point() or found.is_complex():
-        raise InvalidRequestError(name, str(found.dtype), "give whole numbers: token ids")
+        raise InvalidRequestError(name, str(found.dtype), "give integers: token ids")
     return (found[None] if found.ndim == 1 else found).long()
 
 
@@ -162,8 +162,8 @@ def settings_of(
         return getattr(model.generation_config, name, None) if value is None else value
 
     stored = (
-        "dynamic and static caches are stored: a quantised one would hold other numbers after "
-        "a load than after a prefill, and an offloaded one is not where it is looked for"
+        "use a dynamic or static cache: a quantised one differs between a load and a prefill, "
+        "and an offloaded one is elsewhere"
     )
     drafted = "with drafts a prompt is computed again behind what was loaded, and its KV is wrong"
     for name, taken, fix in (
