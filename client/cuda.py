@@ -28,7 +28,14 @@ from kvstore.client.device_reads import DeviceReader, Reading, Registration, Run
 from kvstore.client.frames import Arrival, FrameAssembler
 from kvstore.client.server_link import LeftMs, digest_batches, packed
 from kvstore.client.session import Session, SessionTerms
-from kvstore.client.transports.base import Put, ReadPlan, Transport, arrival_of, read_outcomes
+from kvstore.client.transports.base import (
+    Put,
+    PutTerms,
+    ReadPlan,
+    Transport,
+    arrival_of,
+    read_outcomes,
+)
 from kvstore.client.transports.shared_memory import ShmTransport, Slabs
 from kvstore.client.transports.unix_rpc import ENTER_WITHIN_S
 from kvstore.codecs.frame_kernels import open_kernels
@@ -158,7 +165,7 @@ def _put_batch(
     ring: DeviceRing,
     chunks: Sequence[DeviceChunk],
     written: Event,
-    hints: Hints,
+    terms: PutTerms,
 ) -> list[Put]:
     session = transport.session
     headers = ring.headers(session.representation_digest, chunks, written)
@@ -168,10 +175,10 @@ def _put_batch(
         headers=[pack_header(header) for header in headers],
         offsets=[chunk.offset for chunk in chunks],
         event=event.handle(),
-        deadline_ms=session.options.deadline_ms,
-        hints=hints_to_message(hints),
+        deadline_ms=terms.within_ms,
+        hints=hints_to_message(terms.hints),
     )
-    reply = transport.calls.call("PutDevice", request, session.options.deadline_ms, pb.PutResponse)
+    reply = transport.calls.call("PutDevice", request, terms.within_ms, pb.PutResponse)
     del event
     return read_outcomes(reply.outcomes, reply.reasons)
 
@@ -352,7 +359,7 @@ class CudaClient(Client):
                 fix = "make it with KVLayout.of this client's Model"
                 raise LayoutMismatchError("layout", chunk.layout, fix)
 
-        def work(transport: Transport, _: LeftMs) -> list[Put]:
+        def work(transport: Transport, left_ms: LeftMs) -> list[Put]:
             assert isinstance(transport, ShmTransport)
             reason = ring.register(transport)
             if reason:
@@ -360,8 +367,8 @@ class CudaClient(Client):
             step = min(MAX_FRAMES, transport.session.terms.max_batch_chunks)
             results: list[Put] = []
             for start in range(0, len(chunks), step):
-                batch = chunks[start : start + step]
-                results += _put_batch(transport, ring, batch, written, hints)
+                batch, terms = chunks[start : start + step], PutTerms(False, left_ms(), hints)
+                results += _put_batch(transport, ring, batch, written, terms)
             return results
 
         return self._link.run(work) if chunks else []

@@ -10,9 +10,10 @@ import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import filterfalse
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvstore.client.chunk import LayerTensors, Shard, to_arrays
@@ -203,7 +204,7 @@ class _PrefixRead:
     """
 
     wanted: Wanted
-    waiting: SimpleQueue[Arrival | None] = field(default_factory=SimpleQueue)
+    waiting: SimpleQueue[Arrival] = field(default_factory=SimpleQueue)
     found: dict[int, Decoded] = field(default_factory=dict)
     errors: dict[int, KVStoreError] = field(default_factory=dict)
     failed: float = math.inf
@@ -211,13 +212,14 @@ class _PrefixRead:
     fed: int = 0
 
     def help(self) -> None:
-        """Decode waiting frames until the end marker."""
-        while (arrived := self.waiting.get()) is not None:
-            self.decode(arrived)
+        """Decode what waits now. Threads are shared, and the next frame may take long to arrive."""
+        with suppress(Empty):
+            while True:
+                self.decode(self.waiting.get_nowait())
 
-    def feed(self, arriving: Iterable[Arrival], ahead: int) -> None:
-        """Queue the frames that arrive in order, until one fails; with *ahead* of them waiting, the
-        caller decodes.
+    def feed(self, arriving: Iterable[Arrival], ahead: int, call: Callable[[], None]) -> None:
+        """Queue the frames that arrive in order, until one fails, and *call* a helper for each;
+        with *ahead* of them waiting, the caller decodes.
         """
         count = len(self.wanted.keys)
         for arrived in arriving:
@@ -228,6 +230,7 @@ class _PrefixRead:
             self.fed += 1
             if self.waiting.qsize() < ahead:
                 self.waiting.put(arrived)
+                call()
             else:
                 self.decode(arrived)
 
@@ -264,17 +267,19 @@ class Reader:
         reading, count = _PrefixRead(wanted), len(wanted.keys)
         helpers: list[Future[None]] = []
         error: KVStoreError | None = None
-        try:
-            while len(helpers) < min(self.threads, count) - 1:
+
+        def call() -> None:
+            helpers[:] = [one for one in helpers if not one.done() or one.exception()]
+            if len(helpers) < min(self.threads, count) - 1:
                 helpers.append(self.submit(reading.help))
-            reading.feed(arriving, ahead=2 * self.threads)
+
+        try:
+            reading.feed(arriving, 2 * self.threads, call)
         except (DeadlineError, TierUnavailableError) as late:
             error = None if reading.fed else late
         except KVStoreError as stopped:
             error = stopped
         finally:
-            for _ in range(1 + len(helpers)):
-                reading.waiting.put(None)
             try:
                 reading.help()
             finally:  # a target may raise anything; the helpers write to the caller's memory
@@ -402,7 +407,9 @@ class LayerReader:
             if not self._open(arrived):
                 break
         self._count = len(self._chunks)
-        streams = self._streams()
+        streams, shared = self._streams(), self._reader
+        if streams:  # those who wait for segments are not those whom other calls wait for
+            self._reader = Reader(shared.threads)
         started: list[list[Future[None]]] = []
         try:
             started.extend(self._start(segment) for _, segment in self._order)  # partial on error
@@ -416,6 +423,8 @@ class LayerReader:
         finally:
             if process is FORKS.process:  # a child does not have the threads
                 self._settle(streams, started)
+                if self._reader is not shared:
+                    self._reader.close()
 
     def _streams(self) -> list[LayerStream]:
         """Return the layer streams, with the order of segments set."""
@@ -434,11 +443,11 @@ class LayerReader:
     ) -> None:
         """Wait for work that still reads shared memory and writes the caller's."""
         self._count = 0
-        for stream in streams:
-            stream.end()
-        for piece in (piece for pieces in started for piece in pieces):
-            if not piece.cancel():
-                piece.exception()
+        running = [piece for pieces in started for piece in pieces if not piece.cancel()]
+        if not all(map(Future.done, running)):
+            for stream in streams:
+                stream.end()
+        wait(running)
 
     def _open(self, arrived: Arrival) -> bool:
         """Add the frame if its header is right; return whether it is."""

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -41,6 +42,8 @@ _PACES = 3
 _ONCE_MORE = 2 / 3
 """Share of that for a second call: this process may not have run when the first answer arrived."""
 _PROC = Path("/proc")
+_FAULTS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What counting may raise, and protobuf for what are no counts by names."""
 _RUNNING = ("R", "D")
 """States of a thread that has, or waits for, a core or a disk (proc(5))."""
 
@@ -142,8 +145,9 @@ class Session:
 
         Raises LeaseExpiredError when the server no longer has the session.
         """
-        counts = {name: count for name, count in dict(self._counts()).items() if count > 0}
-        request = pb.HeartbeatRequest(session_id=self.terms.session_id, counts=counts)
+        request = pb.HeartbeatRequest(session_id=self.terms.session_id)
+        with suppress(*_FAULTS):  # an engine whose counts fail keeps its session and its leases
+            request.counts.update({n: count for n, count in self._counts().items() if count > 0})
         within_ms = deadline_ms or self.options.deadline_ms
         reply = self.connection.call("Heartbeat", request, within_ms, pb.HeartbeatResponse)
         self.peers = list(reply.peers)

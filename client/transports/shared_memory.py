@@ -443,6 +443,7 @@ class PutPipeline:
         self._commits = None if terms.durable else CallQueue()
         self._session_id = session.terms.session_id
         self._terms = terms
+        self._left_ms = Until(terms.within_ms).left_ms
         self._results: list[Put] = []
         self._pending: deque[tuple[list[Put], Sent | None]] = deque()
         """The outcomes of a group's reservations, and its commit in flight."""
@@ -512,10 +513,10 @@ class PutPipeline:
             layout=places,
             layouts=map(layout_to_message, layouts),
             durable=self._terms.durable,
-            deadline_ms=self._terms.within_ms,
+            deadline_ms=self._left_ms(),
             hints=hints_to_message(self._terms.hints),
         )
-        self._reserving.append(self._rpc.send("Reserve", request, self._terms.within_ms))
+        self._reserving.append(self._rpc.send("Reserve", request, request.deadline_ms))
 
     def _reserved(self, place: int = 0) -> pb.ReserveResponse:
         """Wait for the answer to a ``_reserve``, the first or the last one."""
@@ -537,9 +538,9 @@ class PutPipeline:
             reservation_ids=wanted,
             offsets=offsets,
             durable=self._terms.durable,
-            deadline_ms=self._terms.within_ms,
+            deadline_ms=self._left_ms(),
         )
-        sent = self._rpc.send("Commit", request, self._terms.within_ms, self._commits)
+        sent = self._rpc.send("Commit", request, request.deadline_ms, self._commits)
         self._pending.append((outcomes, sent))
         self._open_ids.difference_update(wanted)
 
@@ -564,4 +565,4 @@ class PutPipeline:
         self._open_ids -= unused
         request = pb.AbortRequest(session_id=self._session_id, reservation_ids=unused)
         with suppress(KVStoreError):  # they end with the session
-            self._rpc.call("Abort", request, self._terms.within_ms, pb.AbortResponse)
+            self._rpc.call("Abort", request, self._left_ms(1), pb.AbortResponse)

@@ -305,7 +305,8 @@ class BulkTransport(StreamTransport):
                 left = replace(plan, deadline_ms=until.left_ms(1))
                 yield stack.enter_context(super().read(left))
             elif plan.layer_major or plan.ranges:
-                yield Arrivals(self._parts(stream, until), is_layered=plan.layer_major)
+                end = partial(stream.wake, KVStoreError("nothing more is wanted"))
+                yield Arrivals(self._parts(stream, until), is_layered=plan.layer_major, end=end)
             else:
                 frames: list[Bytes] = []
                 stack.callback(self._memory.give, frames)
