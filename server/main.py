@@ -6,6 +6,7 @@ import ctypes
 import gc
 import logging
 import os
+import select
 import signal
 import sys
 import time
@@ -13,7 +14,7 @@ from collections.abc import Sequence
 from typing import TextIO, cast
 
 import structlog
-from structlog.typing import Processor
+from structlog.typing import EventDict, Processor
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.node import Node
@@ -24,6 +25,7 @@ from kvstore.server.settings.values import join_endpoint, parse_endpoint
 from kvstore.server.telemetry.tracing import add_request_id
 
 GRACE_S = 20.0
+STDOUT, STDERR = 1, 2
 KEPT_BYTES = 64 << 20
 """Freed memory that each allocator arena keeps for the next message."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -35,6 +37,7 @@ logger = structlog.get_logger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal ends it. Returns the exit status: 0, or 2 when it could not start."""
+    _open_missing()
     try:
         os.umask(0o077)  # what it writes is nobody else's to read
         config = load_config(sys.argv[1:] if argv is None else argv)
@@ -51,7 +54,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             "every user of this host can read and write all chunks",
             fix="give --auth-keys, or --insecure where that is meant",
         )
-    signals, out = _listen_for_signals(), _Output(sys.stdout)
+    signals, out = _listen_for_signals(), _Output(STDOUT)
     node.start()
     gc.freeze()  # what is there now stays: to look through it stops all calls for 0.1 s or more
     where = join_endpoint(parse_endpoint(config.listen)[0], node.port)
@@ -66,24 +69,50 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Output:
-    """A standard stream whose reader may have gone: what is written then is lost, and no call fails
-    for it, nor the end of the process.
+    """A standard stream that makes nobody wait. Lines that its reader does not take at once are
+    lost, and so are those after it has gone. The next line that is written has their number.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._room = select.poll()
+        self._room.register(descriptor, select.POLLOUT)
+        self._lost, self._is_cut = 0, False
 
     def write(self, text: str) -> None:
+        data = text.encode(errors="replace")
+        if self._is_cut:
+            data = b"\n" + data
+        for start in range(0, len(data), select.PIPE_BUF):
+            piece = data[start : start + select.PIPE_BUF]
+            if not self._takes(piece):
+                self._lost += 1
+                self._is_cut = self._is_cut or start > 0
+                return
+        self._lost, self._is_cut = 0, False
+
+    def _takes(self, piece: bytes) -> bool:
+        """Write at most PIPE_BUF bytes, for which there is room where poll(2) says so."""
         try:
-            self._stream.write(text)
-            self._stream.flush()
+            return bool(self._room.poll(0)) and os.write(self._descriptor, piece) == len(piece)
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # Python writes what is left as it ends
-            os.close(nowhere)
+            return False
 
     def flush(self) -> None:
         """Nothing waits."""
+
+    def add_lost(self, _: object, __: str, fields: EventDict) -> EventDict:
+        """Do as a processor of structlog: name the lines that were lost before this one."""
+        if self._lost:
+            fields["lost"] = self._lost
+        return fields
+
+
+def _open_missing() -> None:
+    """Have the three standard streams be there: what is opened next would be written to as one."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass
+    os.close(descriptor)
 
 
 def _listen_for_signals() -> int:
@@ -113,12 +142,14 @@ def keep_freed_memory() -> None:
 
 
 def _set_up_logs(config: Settings) -> None:
+    out = _Output(STDERR)
     renderer: Processor = structlog.dev.ConsoleRenderer(colors=False)
     if config.log_format == "json":
         renderer = structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             LogLimit(time.monotonic),
+            out.add_lost,
             structlog.processors.add_log_level,
             add_request_id,
             structlog.processors.TimeStamper(fmt="iso"),
@@ -128,5 +159,5 @@ def _set_up_logs(config: Settings) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[config.log_level.upper()]
         ),
-        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Output(sys.stderr))),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", out)),
     )
