@@ -19,6 +19,7 @@ from structlog.typing import EventDict, Processor
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.node import Node
 from kvstore.server.security.rate_limits import LogLimit
+from kvstore.server.settings.loading import flag_of
 from kvstore.server.settings.process_limits import check_memory, raise_limit
 from kvstore.server.settings.settings import Settings, load_config
 from kvstore.server.settings.values import join_endpoint, parse_endpoint
@@ -54,6 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             "every user of this host can read and write all chunks",
             fix="give --auth-keys, or --insecure where that is meant",
         )
+    for name, tier in config.unused:
+        fix = f"add {tier} to --tiers, or leave {flag_of(name)} out"
+        logger.warning("a setting has no effect: its tier is not used", setting=name, fix=fix)
     signals, out = _listen_for_signals(), _Output(STDOUT)
     node.start()
     gc.freeze()  # what is there now stays: to look through it stops all calls for 0.1 s or more

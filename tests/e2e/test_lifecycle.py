@@ -130,6 +130,12 @@ def test_a_server_runs_without_its_standard_streams(
     assert process.terminate() == 0
 
 
+def test_a_setting_of_a_tier_that_is_not_used_is_in_the_log(server_process: ProcessMaker) -> None:
+    process = server_process("--tiers", "cpu", "--disk", "1GiB", "--log-level", "warning")
+    process.start()
+    assert "add disk to --tiers, or leave --disk out" in process.errors
+
+
 def is_served(address: str) -> bool:
     with suppress(KVStoreError):
         return fetch_status(address).state == "serving"
