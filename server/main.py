@@ -37,10 +37,10 @@ logger = structlog.get_logger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal ends it. Returns the exit status: 0, or 2 when it could not start."""
+    """Serve until a signal. Return the exit status: 0, or 2 when it could not start."""
     _open_missing()
     try:
-        os.umask(0o077)  # what it writes is nobody else's to read
+        os.umask(0o077)  # other users must not read its files
         config = load_config(sys.argv[1:] if argv is None else argv)
         _set_up_logs(config)
         keep_freed_memory()
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         logger.warning("a setting has no effect: its tier is not used", setting=name, fix=fix)
     signals, out = _listen_for_signals(), _Output(STDOUT)
     node.start()
-    gc.freeze()  # what is there now stays: to look through it stops all calls for 0.1 s or more
+    gc.freeze()  # permanent objects: collecting them stops all calls for 0.1 s or more
     where = join_endpoint(parse_endpoint(config.listen)[0], node.port)
     tiers = ",".join(config.tiers)
     recovered = f"recovered_chunks={node.recovered_chunks}"
@@ -73,8 +73,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Output:
-    """A standard stream that makes nobody wait. Lines that its reader does not take at once are
-    lost, and so are those after it has gone. The next line that is written has their number.
+    """A standard stream that never blocks. Lines that its reader does not take at once are lost;
+    the next line that is written has their number.
     """
 
     def __init__(self, descriptor: int) -> None:
@@ -96,34 +96,34 @@ class _Output:
         self._lost, self._is_cut = 0, False
 
     def _takes(self, piece: bytes) -> bool:
-        """Write at most PIPE_BUF bytes, for which there is room where poll(2) says so."""
+        """Write at most PIPE_BUF bytes if poll(2) reports room for them."""
         try:
             return bool(self._room.poll(0)) and os.write(self._descriptor, piece) == len(piece)
         except OSError:
             return False
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: nothing is buffered."""
 
     def add_lost(self, _: object, __: str, fields: EventDict) -> EventDict:
-        """Do as a processor of structlog: name the lines that were lost before this one."""
+        """Add the number of lines lost before this one: a processor of structlog."""
         if self._lost:
             fields["lost"] = self._lost
         return fields
 
 
 def _open_missing() -> None:
-    """Have the three standard streams be there: what is opened next would be written to as one."""
+    """Open /dev/null for closed standard streams, or the next file opened becomes one of them."""
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
         pass
     os.close(descriptor)
 
 
 def _listen_for_signals() -> int:
-    """Return a descriptor from which the numbers of signals can be read that have come.
+    """Return a descriptor from which the numbers of received signals can be read.
 
-    Python's handlers run in the main thread, which waits on; a kernel may give the signal to any
-    other. What is written here wakes the main thread whichever got it.
+    The kernel may deliver a signal to any thread, while Python's handlers run in the main thread;
+    reading the descriptor wakes the main thread in any case.
     """
     signals, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
@@ -134,10 +134,10 @@ def _listen_for_signals() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what messages of a megabyte free, rather than give it back each time.
+    """Make glibc keep memory freed by messages of a megabyte, rather than return it each time.
 
-    Faulting the pages in again costs more than all copies of the message together: gets over
-    gRPC went from 0.41 to 1.05 GB/s with this.
+    Page faults would cost more than all copies of the message: this raised gets over gRPC from
+    0.41 to 1.05 GB/s.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:
