@@ -387,7 +387,7 @@ def test_ranges_beyond_the_prompt_are_refused_before_anything_is_sent(
     for ranges in wrong:
         with pytest.raises(InvalidRequestError, match="segments"):
             client.find_segments(tokens(1, 40), ranges)
-    with pytest.raises(InvalidRequestError, match="start below stop"):
+    with pytest.raises(InvalidRequestError, match="start < stop"):
         SegmentRange(5, 5)
 
 
