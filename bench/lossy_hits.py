@@ -19,8 +19,8 @@ import torch
 from redis import Redis
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from bench.codecs.texts import held_out
 from bench.lib.report import Report, parser_of, timed
+from bench.lib.traces import held_out
 from bench.lib.workload import joined, redis_server, slow_link
 from bench.real_model import FOLDER, why_missing
 from kvstore.client.blend.gate import ShadowEval, compare

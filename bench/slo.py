@@ -315,9 +315,9 @@ class Levels:
 def measured(windows: int = 4) -> Levels:
     """Return the levels of kvq:layered on the KV of a trained model."""
     from bench.codecs.__main__ import LOSSLESS
+    from bench.codecs.kv import Lengths
     from bench.codecs.model import PrefixModel
     from bench.codecs.ours import Chunks, Coder
-    from bench.codecs.texts import Lengths
 
     model = PrefixModel(Lengths(windows))
     chunks = Chunks.of("bench/tinylm", model.bits, model.rope)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -126,15 +126,6 @@ class Case:
     @cached_property
     def full(self) -> BlendResult:
         return self.engine.blender.prefill(self.tokens)
-
-    def with_true_scores(self) -> Case:
-        """Return it with scores from this very prompt: what no selector can know."""
-        parts = []
-        for segment, part in zip(self.plan(0.0, "hybrid").segments, self.parts, strict=False):
-            span = slice(segment.start, segment.end)
-            full = [(k[:, span], v[:, span]) for k, v in self.full.kv]
-            parts.append(replace(part, scores=tuple(deviations(full, part.kv).tolist())))
-        return replace(self, parts=tuple(parts))
 
     def plan(self, ratio: float, selector: str) -> BlendPlan:
         segments, end = list[Segment](), 0

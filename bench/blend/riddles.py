@@ -134,14 +134,13 @@ STORY = Shape(chunks=5, again_share=0.2)
 class Riddle:
     """Chunks of statements, names asked for, and what each name's value is.
 
-    ``depth``: how many aliases lead to it, 0 unless one of them crosses chunks. ``resolved``: for
-    each row of ``tokens`` that says "as another name" the value that one stands for there, or -1.
+    ``resolved``: for each row of ``tokens`` with an alias the value that it stands for there, else
+    -1.
     """
 
     chunks: tuple[tuple[int, ...], ...]
     asked: tuple[int, ...]
     answers: tuple[int, ...]
-    depth: tuple[int, ...]
     resolved: tuple[int, ...]
 
     @property
@@ -192,7 +191,6 @@ def make_riddle(rng: random.Random, shape: Shape | None = None) -> Riddle:
         tuple(tuple(tokens[at : at + size]) for at in range(0, len(tokens), size)),
         tuple(asked),
         tuple(FIRST_VALUE + facts[name].value for name in asked),
-        tuple(facts[name].depth if facts[name].crosses else 0 for name in asked),
         (*resolved, *([-1] * (2 * shape.queries))),
     )
 

@@ -1,10 +1,9 @@
 """Our codecs beside others on the same KV tensors: bytes at equal quality, and speed on a core.
 
 Quality is measured on two trained models, data/tinylm and the one of ``make real-model``: the KV
-of a prefix is replaced by what a codec makes of it, the text behind it is scored, and facts that
-the prefix tells are asked for. Bytes are those of whole frames, headers
-included. Speeds are processor time on one core, the sides of a ratio in turns. The first run
-makes a virtual environment for each opponent.
+of a prefix is encoded and decoded, and the text behind it is scored. Bytes are those of whole
+frames, headers included. Speeds are processor time on one core, the sides of a ratio in turns. The
+first run makes a virtual environment for each compared system.
 """
 
 from __future__ import annotations
@@ -15,10 +14,9 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from bench.codecs.baselines import TINYLM_LAYERS, Coded, Opponents, TensorFile, kivi
-from bench.codecs.kv import ROPE, Bits, Point, Rate, bits_at, error_at, synthetic
+from bench.codecs.kv import ROPE, Bits, Lengths, Point, Rate, bits_at, error_at, synthetic
 from bench.codecs.ours import Chunks, Coder, calibrated
 from bench.codecs.speeds import ROUNDS, measure_speeds
-from bench.codecs.texts import Lengths
 from bench.lib.report import Report, parser_of
 from bench.lib.traces import TINYLM
 from bench.real_model import FOLDER, why_missing
@@ -141,7 +139,7 @@ class Sizes:
     """How much is measured; the tests measure less."""
 
     tiny: Lengths = field(default_factory=Lengths)
-    real: Lengths = field(default_factory=lambda: Lengths(3, 3, 512, 96, 5))
+    real: Lengths = field(default_factory=lambda: Lengths(3, 3, 512, 96))
     synthetic: Bits = field(default_factory=synthetic)
     rounds: int = ROUNDS
 
@@ -191,16 +189,13 @@ def _rates_of_model(run: Run, name: str, folder: Path, lengths: Lengths) -> Rate
     model, lmcache = PrefixModel(lengths, folder), run.opponents.lmcache
     chunks = Chunks.of(f"bench/{name}", model.bits, model.rope)
     calibrated(chunks, model.calibration())
-    given = replace(chunks, bits=model.told_bits, importance=model.told_importance)
     chunks = replace(chunks, importance=model.importance)
     rates = Rates([], lmcache if isinstance(lmcache, str) else "")
-    with_facts = all_codes(given, run.opponents)
-    for one, other in zip(all_codes(chunks, run.opponents), with_facts, strict=True):
-        kl, facts = model.score(one.decoded), model.answered(other.decoded)
-        rates.points.append(Point(one.codec, one.setting, one.bits_per_value, kl, facts))
-        words = f"bits a value, KL {kl:.2e}, facts {facts:.2f}"
+    for one in all_codes(chunks, run.opponents):
+        kl = model.score(one.decoded)
+        rates.points.append(Point(one.codec, one.setting, one.bits_per_value, kl))
         title = f"  {name}: {one.codec} {one.setting}".rstrip()
-        run.report.note(title, f"{one.bits_per_value:.3f}", words)
+        run.report.note(title, f"{one.bits_per_value:.3f}", f"bits a value, KL {kl:.2e}")
     return rates
 
 

@@ -44,18 +44,29 @@ def synthetic() -> Bits:
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One codec at one setting on one model.
+class Lengths:
+    """How much text one model is measured on.
 
-    ``kl``: what its decoded prefix does to the text behind it, in nats a token. ``facts``: the
-    share of facts told in a prefix that are answered right.
+    ``windows`` texts of a stored ``prefix`` and the ``rest`` that is scored; ``calibrate`` texts
+    fit tables.
+    """
+
+    windows: int = 16
+    calibrate: int = 8
+    prefix: int = 256
+    rest: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One codec at one setting on one model; ``kl`` of the text behind a decoded prefix, nats a
+    token.
     """
 
     codec: str
     setting: str
     bits_per_value: float
     kl: float
-    facts: float = 0.0
 
 
 Rate = tuple[float, float]

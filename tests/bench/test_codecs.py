@@ -4,22 +4,29 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from bench.codecs import __main__ as codecs
 from bench.codecs.__main__ import AGAINST, Rates, report_bars, report_importance, report_real
 from bench.codecs.baselines import LMCacheCodecs, Opponents, Speed, TensorFile, kivi
-from bench.codecs.kv import ROPE, Point, bits_at, error_at, frontier, synthetic, to_bits, to_floats
+from bench.codecs.kv import (
+    ROPE,
+    Lengths,
+    Point,
+    bits_at,
+    error_at,
+    frontier,
+    synthetic,
+    to_bits,
+    to_floats,
+)
 from bench.codecs.model import PrefixModel
 from bench.codecs.ours import Chunks, Coder
 from bench.codecs.speeds import in_rounds
-from bench.codecs.texts import Lengths, contexts, held_out
 from bench.lib.processes import line_process
 from bench.lib.report import Report
-from bench.lib.traces import TINYLM
-from transformers import AutoTokenizer
+from bench.lib.traces import held_out
 
 TINY = synthetic()[:, :2, :, :64, :2]
 LINE = [(2.0, 1e-2), (4.0, 1e-4)]
@@ -131,7 +138,7 @@ def test_the_best_encode_and_the_best_decode_count() -> None:
     assert in_rounds({"x": lambda: next(runs)}, 2) == {"x": Speed(1.0, 1.0)}
 
 
-LENGTHS = Lengths(windows=2, calibrate=1, prefix=64, rest=24, contexts=3, told=320)
+LENGTHS = Lengths(windows=2, calibrate=1, prefix=64, rest=24)
 
 
 @pytest.fixture(scope="module")
@@ -153,27 +160,6 @@ def test_the_texts_that_fit_tables_are_not_those_that_are_scored(model: PrefixMo
     assert len(held_out("calibrate")) == lengths.calibrate
     assert not set(held_out("score")) & set(held_out("calibrate"))
     assert model.calibration().shape == (1, *model.bits.shape[1:])
-
-
-def test_a_prefix_that_is_gone_answers_fewer_facts_than_one_that_is_there(
-    model: PrefixModel,
-) -> None:
-    assert model.told_bits.shape[0] == LENGTHS.contexts
-    assert model.answered(model.told_bits) > model.answered(np.zeros_like(model.told_bits)) == 0
-
-
-def test_every_answer_stands_in_its_prefix(tmp_path: Path) -> None:
-    tokenizer: Any = AutoTokenizer.from_pretrained(TINYLM)
-    for folder, questions in ((TINYLM, 1), (tmp_path, 6)):
-        for context in contexts(folder, tokenizer, 4, 400):
-            assert len(context.prefix) == 400
-            assert len(context.asked) == questions
-            told = tokenizer.decode(context.prefix)
-            for question, answer in context.asked:
-                assert tokenizer.decode(answer) in told
-                assert tokenizer.decode(answer) not in tokenizer.decode(question)
-    with pytest.raises(ValueError, match="fit in 40 tokens, not 4"):
-        contexts(tmp_path, tokenizer, 4, 40)
 
 
 @pytest.mark.parametrize("speeds_only", [True, False])
