@@ -1,4 +1,4 @@
-"""How far a decoded prefix moves what a trained model predicts behind it."""
+"""KL of a trained model's predictions after a decoded prefix."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ class PrefixModel:
     """A trained model with the KV of some prefixes, in bfloat16.
 
     ``bits``: (windows, layers, 2, prefix, kv_heads, head_dim). ``importance``: f32 (windows,
-    prefix), the importance of tokens that the connector sends. The logits behind each prefix are
+    prefix), the importance of tokens that the connector sends. The logits after each prefix are
     computed once.
     """
 
     def __init__(self, lengths: Lengths | None = None, folder: Path = TINYLM) -> None:
         self._lengths = lengths or Lengths()
         disable_progress_bar()  # type: ignore[no-untyped-call]
-        torch.set_num_threads(1)  # more only wait for each other at this size
+        torch.set_num_threads(1)  # more are slower at this size
         model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32)
         self._model = model.eval()
         self._tokenizer = AutoTokenizer.from_pretrained(folder)
@@ -39,8 +39,8 @@ class PrefixModel:
         self._tokens = self._windows("score", measured.windows)
         with torch.no_grad():
             self.bits = self._prefill(self._tokens[:, : measured.prefix])
-            self.importance = self._weighed(self._tokens[:, : measured.prefix])
-            self._wanted = self._logits(self.bits)
+            self.importance = self._importance(self._tokens[:, : measured.prefix])
+            self._expected = self._logits(self.bits)
 
     @property
     def rope(self) -> RopeParameters:
@@ -55,9 +55,9 @@ class PrefixModel:
 
     @torch.no_grad()
     def score(self, decoded: Bits) -> float:
-        """Return the KL a token of the text behind the prefixes, with *decoded* for ``bits``."""
-        pairs = zip(self._wanted, self._logits(decoded), strict=True)
-        return float(np.mean([compare(wanted, found).divergence for wanted, found in pairs]))
+        """Return the KL a token of the text after the prefixes, with *decoded* for ``bits``."""
+        pairs = zip(self._expected, self._logits(decoded), strict=True)
+        return float(np.mean([compare(expected, found).divergence for expected, found in pairs]))
 
     def _windows(self, use: str, count: int) -> Tensor:
         tokens = self._lengths.prefix + self._lengths.rest
@@ -71,7 +71,7 @@ class PrefixModel:
         kv = torch.stack(layers, 1).transpose(3, 4)  # (windows, layers, 2, tokens, heads, dim)
         return to_bits(kv.numpy())
 
-    def _weighed(self, tokens: Tensor) -> NDArray[np.float32]:
+    def _importance(self, tokens: Tensor) -> NDArray[np.float32]:
         shape, count = CacheShape.of(self._model), tokens.shape[1]
         found = []
         for row in tokens:
