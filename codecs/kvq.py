@@ -49,7 +49,7 @@ STATIC = "static"
 _QUALITIES = tuple(map(str, range(len(RATIOS))))
 KNOWN_TERMS = (
     f"kvq:0 to kvq:{len(RATIOS) - 1}, kvq:{LAYERED}; then ,sinks=0 to ,sinks={MAX_SINKS}; then, "
-    f"but for kvq:{LAYERED}, ,importance; or kvq:0,{STATIC} to kvq:{len(RATIOS) - 1},{STATIC}"
+    f"except for kvq:{LAYERED}, ,importance; or kvq:0,{STATIC} to kvq:{len(RATIOS) - 1},{STATIC}"
 )
 
 
@@ -173,7 +173,7 @@ class KvqCodec(LossyCodec):
     ) -> None:
         if not len(data[0]) or data[0][0] != QUANTISED:
             if any(map(len, data[1:])):
-                raise InvalidFrameError("refinement", len(data), "of a layer kept exactly")
+                raise InvalidFrameError("refinement", len(data), "of a layer stored exactly")
             decode_exact(data[0], component, out)
             return
         if not has_floats(component):

@@ -90,7 +90,7 @@ class Head:
         )  # fmt: skip
         size = found.classes_at + has_classes * -(-coded.tokens // _CLASSES_A_BYTE)
         if stored_bytes != size:
-            raise InvalidFrameError("stored_bytes", stored_bytes, f"its counts make {size}")
+            raise InvalidFrameError("stored_bytes", stored_bytes, f"its counts give {size}")
         return found
 
     @property
@@ -207,7 +207,7 @@ def _unpacked(data: Bytes, head: Head) -> Classes:
     found: Classes = (data[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & np.uint8(3)).reshape(-1)
     tokens = head.coded.tokens
     if found[tokens:].any():
-        raise InvalidFrameError("classes", int(found[tokens:].max()), "zeros behind the last token")
+        raise InvalidFrameError("classes", int(found[tokens:].max()), "zeros after the last token")
     return found[:tokens]
 
 
@@ -278,7 +278,7 @@ def decode_exact(data: Bytes, component: Component, out: Sequence[Part]) -> None
         raise InvalidFrameError("stored_bytes", len(data), f"at least {EXACT_HEAD.size}")
     method, zero, codec_id, revision, rest = EXACT_HEAD.unpack(data[: EXACT_HEAD.size].tobytes())
     if method != AS_IT_IS or zero or rest:
-        raise InvalidFrameError("method", method, "this reader knows 0 and 1, then zeros")
+        raise InvalidFrameError("method", method, "this reader supports 0 and 1, then zeros")
     codec = codec_by_id(codec_id)
     if codec.accuracy is not Accuracy.exact or not codec.reads(revision):
         raise InvalidFrameError("codec", (codec_id, revision), "name a lossless one")

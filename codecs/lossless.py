@@ -180,7 +180,7 @@ def unpack_sieved(data: Bytes, loops: Loops, scratch: Bytes, out: Bytes) -> None
         raise InvalidFrameError("sieved plane", len(data), f"its passes leave {counts}")
     values = data[: PASSES * VALUES]
     if not loops.spread(data[_HEAD.size :], values, counts, scratch, out):
-        raise InvalidFrameError("sieved plane", counts, "its bits say otherwise")
+        raise InvalidFrameError("sieved plane", counts, "it does not match its bits")
 
 
 BLOCK_BYTES = 1 << 19

@@ -172,9 +172,9 @@ class FramedSocket:
         except OSError as error:
             raise TierUnavailableError(self._whose, f"{self._address}: {error}") from None
         if not moved:
-            raise TierUnavailableError(self._whose, f"{self._address} hung up")
+            raise TierUnavailableError(self._whose, f"{self._address} closed the connection")
         if self.clock() >= self._until:
-            raise DeadlineError(f"{self._address} takes too long")
+            raise DeadlineError(f"{self._address} took too long")
         return moved
 
     def hang_up(self) -> None:

@@ -108,7 +108,7 @@ class CpuTier(Tier):
             )
         if capacity_bytes < slab_bytes:
             raise InvalidRequestError(
-                "capacity_bytes", capacity_bytes, f"give room for one slab, {slab_bytes} bytes"
+                "capacity_bytes", capacity_bytes, f"give at least one slab, {slab_bytes} bytes"
             )
         self.slab_bytes = slab_bytes
         self.max_frame_bytes = slab_bytes - BLOCK_HEADER_BYTES
@@ -263,7 +263,7 @@ class CpuTier(Tier):
         with self._lock:
             slab = self._slabs.get(slab_id)
             if slab is None:
-                raise InvalidRequestError("slab_id", slab_id, "it is gone: look the chunk up anew")
+                raise InvalidRequestError("slab_id", slab_id, "it is gone: look the chunk up again")
             if slab.tenant != tenant:
                 raise PermissionDeniedError(f"slab {slab_id} belongs to another tenant")
             return os.dup(slab.fd)

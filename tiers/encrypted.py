@@ -246,7 +246,7 @@ class EncryptedTier(Tier):
                 return False
             for cell in group:
                 if not _decrypt(cipher, out, offset, cell, sealed[cell.place - first :]):
-                    raise ChunkCorruptError(key, "what lies there does not decrypt")
+                    raise ChunkCorruptError(key, "the stored bytes do not decrypt")
             if verifier is not None:
                 verifier.update(min(last.stop, len(out)))
         return cipher is not None

@@ -127,7 +127,7 @@ class GpuTier(Tier):
         self, capacity_bytes: int, device: Device, staging_piece_bytes: int = STAGING_PIECE_BYTES
     ) -> None:
         if capacity_bytes < GRANULE_BYTES + BLOCK_HEADER_BYTES:
-            raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for one frame")
+            raise InvalidRequestError("capacity_bytes", capacity_bytes, "give at least one frame")
         self.capacity_bytes = capacity_bytes // GRANULE_BYTES * GRANULE_BYTES
         self.max_frame_bytes = self.capacity_bytes - BLOCK_HEADER_BYTES
         self.device = device

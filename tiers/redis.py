@@ -73,7 +73,7 @@ class RedisTier(Tier):
         prefix: str = DEFAULT_PREFIX,
     ) -> None:
         if capacity_bytes <= CHUNK_OVERHEAD_BYTES:
-            raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for a chunk")
+            raise InvalidRequestError("capacity_bytes", capacity_bytes, "give at least one chunk")
         self.capacity_bytes = capacity_bytes
         room_bytes = capacity_bytes - CHUNK_OVERHEAD_BYTES
         self.max_frame_bytes = min(room_bytes, MAX_FRAME_BYTES, part_bytes * MAX_PARTS)
@@ -284,7 +284,7 @@ def check_health(client: RedisClient) -> Iterator[HealthFinding]:
     refusing = False
     for master, reply in zip(masters, replies, strict=True):
         if isinstance(reply, TierUnavailableError):
-            fix = "bring it back, or let a replica of it take over"
+            fix = "restart it, or let its replica take over"
             yield HealthFinding(f"{master} does not answer; its slots miss", fix, is_loss=True)
             continue
         text = _ask(client, master, b"INFO", b"memory")

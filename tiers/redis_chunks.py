@@ -105,7 +105,7 @@ def parse_manifest(raw: bytes, key: ChunkKey) -> Manifest | None:
     manifest = Manifest(unpack_info(body[_FIXED.size :]), part_bytes, write_id, sealed_us, raw)
     info = manifest.info
     if info.key != key:
-        raise InvalidFrameError("manifest", info.key.hex(), f"stands under {key.hex()}")
+        raise InvalidFrameError("manifest", info.key.hex(), f"is stored as {key.hex()}")
     if not 1 <= info.size_bytes <= MAX_FRAME_BYTES:
         raise InvalidFrameError("manifest", info.size_bytes, f"at most {MAX_FRAME_BYTES} bytes")
     if not MIN_PART_BYTES <= part_bytes <= MAX_PART_BYTES:

@@ -75,7 +75,7 @@ _FIXES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = 
     (ssl.SSLError, "check --redis-tls-ca, and that its certificates are valid and name its hosts"),
     (errors.ReadOnlyError, "point the URL at the primary"),
     (LoadingError, "wait until it has loaded its data"),
-    ((SlotLostError, errors.ClusterDownError), "bring back its masters, or let replicas take over"),
+    ((SlotLostError, errors.ClusterDownError), "restart its masters, or let replicas take over"),
     (errors.TimeoutError, "check that it is reachable and not overloaded, or raise timeout_ms"),
     (errors.InvalidResponse, "check that the URL names a Redis, and no proxy changes its answers"),
     (errors.ResponseError, "see the server's log"),
@@ -128,7 +128,7 @@ class Topology:
         if server is None:
             raise SlotLostError("no node holds the slot")
         if self.is_cluster and server.is_resting:
-            raise errors.ConnectionError(f"{server}: failed a moment ago and is left alone")
+            raise errors.ConnectionError(f"{server}: failed recently and is not retried yet")
         return server
 
     def note_failure(self, server: Server, error: Exception) -> None:
@@ -168,7 +168,7 @@ class Topology:
         for at, server in enumerate(asked, 1):
             left_s = deadline - self._clock()
             if left_s <= max(0.0, least_s):
-                reasons.append("no time was left to ask the others")
+                reasons.append("no time was left for the others")
                 break
             try:  # an unresponsive one leaves half of the time to the others
                 self._settle(self._ask(server, deadline - (left_s / 2 if at < len(asked) else 0)))
@@ -195,7 +195,7 @@ class Topology:
             case [bytes(host), bytes(port)] if port.isdigit() and 0 < int(port) < 1 << 16:
                 return [(0, 1, (host.decode(errors="replace"), int(port)))]
             case _:
-                raise errors.ConnectionError(f"knows no service {service!r}")
+                raise errors.ConnectionError(f"has no service {service!r}")
 
     def _settle(self, ranges: Sequence[tuple[int, int, HostPort]]) -> None:
         with self._lock:
@@ -241,9 +241,9 @@ def _slot_ranges(reply: Reply, asked_host: str) -> list[tuple[int, int, HostPort
                 name = host.decode(errors="replace") if isinstance(host, bytes) else ""
                 found.append((first, last + 1, (name or asked_host, port)))
             case _:
-                raise errors.ConnectionError("CLUSTER SLOTS was answered with something else")
+                raise errors.ConnectionError("invalid reply to CLUSTER SLOTS")
     if not found:
-        raise errors.ConnectionError("the node belongs to no Cluster, or knows no slots yet")
+        raise errors.ConnectionError("the node belongs to no Cluster, or has no slots yet")
     return found
 
 

@@ -156,9 +156,9 @@ class DeadlineSocket:
         data: bytes = self._use(self._sock.recv, size)
         self.limit_bytes -= len(data)
         if self.limit_bytes < 0:
-            raise errors.InvalidResponse("the reply is larger than any right one")
+            raise errors.InvalidResponse("the reply exceeds its size limit")
         if not data:
-            raise errors.ConnectionError("the server hung up")
+            raise errors.ConnectionError("the server closed the connection")
         return data
 
     def recv_into(self, rooms: Sequence[memoryview]) -> int:
@@ -168,7 +168,7 @@ class DeadlineSocket:
         else:
             count = self._use(self._sock.recvmsg_into, rooms)[0]
         if not count:
-            raise errors.ConnectionError("the server hung up")
+            raise errors.ConnectionError("the server closed the connection")
         return count
 
 
@@ -293,7 +293,7 @@ class RedisConnection(Connection):
         # A value's bytes may look like an error; a real one replaces the value from its head on.
         line = got if expected.startswith(b"$") else got[got.rfind(b"\n", 0, same) + 1 :]
         if not line.startswith(b"-"):
-            return errors.InvalidResponse("another reply")
+            return errors.InvalidResponse("unexpected reply")
         self.link.limit_bytes = _MAX_ERROR_BYTES
         while _END not in line and len(line) < _MAX_ERROR_BYTES:
             line += self.link.recv(_MAX_ERROR_BYTES - len(line))

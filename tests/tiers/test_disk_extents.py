@@ -73,9 +73,9 @@ def test_an_extent_is_refused_to_other_tenants_and_by_unknown_numbers(tier: Disk
     place = place_of(tier, put_for(tier, "a", 1))
     with pytest.raises(PermissionDeniedError, match="another tenant"):
         tier.extent_file(place.number, "b")
-    with pytest.raises(InvalidRequestError, match="look the chunk up anew"):
+    with pytest.raises(InvalidRequestError, match="look the chunk up again"):
         tier.extent_file(99, "a")
-    with pytest.raises(InvalidRequestError, match="look the chunk up anew"):
+    with pytest.raises(InvalidRequestError, match="look the chunk up again"):
         tier.extent_file(1 - place.number, "a")  # nobody's yet
 
 
