@@ -286,8 +286,8 @@ class Codec(ABC):
         unsummed = 0 if template.flags & FLAG_UNSUMMED else None
         every = (terms or EncodeTerms()).layers(template.layout, template.position)
         for layer, parts in zip(every, layers, strict=True):
-            room = writer.reserve(self.max_segment_bytes(layer.component))
-            encoded = self.encode_layer(parts, layer, room)
+            buffer = writer.reserve(self.max_segment_bytes(layer.component))
+            encoded = self.encode_layer(parts, layer, buffer)
             writer.commit(encoded.stored_bytes, unsummed)
             for level, data in zip(later, encoded.refinements, strict=True):
                 level.append(data)

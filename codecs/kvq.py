@@ -27,7 +27,7 @@ from kvstore.codecs.kvq_layer import (
     angles_of,
     decode_exact,
     encode_exact,
-    layer_behind,
+    layer_without_sinks,
     max_exact_bytes,
     max_refined_bytes,
     sinks_moved,
@@ -148,7 +148,7 @@ class KvqCodec(LossyCodec):
         exact = np.stack([part[:, :sinks].transpose(1, 0, 2) for part in bits])
         if sinks and not is_finite(exact, dtype):
             return None
-        coded, loops = layer_behind(layer, sinks), self.loops
+        coded, loops = layer_without_sinks(layer, sinks), self.loops
         weights = coded.importance if self.options.importance else None
         classes = NO_CLASSES if weights is None else classes_of(weights)
         encoding = Encoding(coded, self.levels, loops, exact, classes)

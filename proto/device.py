@@ -231,10 +231,10 @@ class HostDevice(Device):
 
     @override
     def import_event(self, handle: bytes) -> Event:
-        return _Over()
+        return _CompletedEvent()
 
 
-class _Over:
+class _CompletedEvent:
     """A completed event."""
 
     def query(self) -> bool:
@@ -256,7 +256,7 @@ class HostStream(Stream):
 
     @override
     def record(self, *, shared: bool = False) -> Event:
-        return _Over()
+        return _CompletedEvent()
 
     @override
     def wait(self, event: Event) -> None:

@@ -284,8 +284,8 @@ def refused(
 
 def free_bytes(path: Path) -> int:
     """Return the bytes of *path*'s file system that this user can allocate. Raises OSError."""
-    room = os.statvfs(path)
-    return room.f_bavail * room.f_frsize
+    space = os.statvfs(path)
+    return space.f_bavail * space.f_frsize
 
 
 def allocate_file(path: Path, size_bytes: int, *, is_new: bool = True) -> None:

@@ -236,12 +236,12 @@ class EncryptedTier(Tier):
             return False
         check_range(info.size_bytes, offset, len(out))
         header: Bytes = np.empty(HEADER_BYTES, np.uint8)
-        room: Bytes = np.empty(READ_CELLS * CELL_BYTES, np.uint8)
+        buffer: Bytes = np.empty(READ_CELLS * CELL_BYTES, np.uint8)
         cipher = self._cipher_for(header, info) if self.inner.read(key, header) else None
         found = cells(info.size_bytes, offset, offset + len(out))
         while cipher is not None and (group := list(islice(found, READ_CELLS))):
             first, last = group[0].place, group[-1]
-            sealed = room[: last.place - first + last.stop - last.start + TAG_BYTES]
+            sealed = buffer[: last.place - first + last.stop - last.start + TAG_BYTES]
             if not self.inner.read(key, sealed, first):
                 return False
             for cell in group:

@@ -160,7 +160,7 @@ class RedisChunks:
             # not GET: another program's value of this name may have 512 MB
             names = [self._names.manifest(key) for key in window]
             calls = [(name, (b"GETRANGE", name, 0, MAX_MANIFEST_BYTES)) for name in names]
-            rows = self._client.ask(calls)
+            rows = self._client.execute(calls)
             for key, row in zip(window, rows, strict=True):
                 if isinstance(row, TierUnavailableError) or row == b"":
                     found.append(row or None)
@@ -173,7 +173,7 @@ class RedisChunks:
                     damaged.append(self._delete_manifest(key, raw))
         if damaged:
             with contextlib.suppress(TierUnavailableError):
-                self._client.ask(damaged)
+                self._client.execute(damaged)
         return found
 
     def read(
@@ -295,7 +295,7 @@ class RedisChunks:
             name, command = self._delete_manifest(old.info.key, old.raw)
             calls += [(name, command), (name, (b"UNLINK", *self._names.parts(old)))]
         try:
-            replies = self._client.ask(calls)
+            replies = self._client.execute(calls)
         except TierUnavailableError:
             self._remains.extend(swept)
             raise
