@@ -46,7 +46,7 @@ class StoreSource:
         kinds = [group.kind for group in model.layer_groups]
         if kinds != [LayerKind.attention]:
             names = [kind.name for kind in kinds]
-            raise ModelError("layer_groups", names, "one group of attention layers is blended")
+            raise ModelError("layer_groups", names, "only one group of attention layers is blended")
         (group,) = model.layer_groups
         self._resolved = resolved
         self._layer_ids = list(group.layer_ids)
@@ -225,7 +225,7 @@ def store_prefill(
     this one's names. Stores nothing if the weights changed meanwhile. Raises KVStoreErrors.
     """
     if result.is_blended:
-        fix = "it was blended, and serves its own request only; store a full prefill's"
+        fix = "it is only for its own request; store a full prefill's"
         raise InvalidRequestError("result", "blended KV", fix)
     if result.weights is None:
         return []

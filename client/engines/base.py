@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 from kvstore.client import planning
 from kvstore.client.chunk import Chunk, LayerTensors, Shard, parents
 from kvstore.client.client import Client
-from kvstore.client.decode import Room as ChunkRooms
+from kvstore.client.decode import Target as ChunkRooms
 from kvstore.client.engines.prefix import (
     ONLY_EXACT,
     About,
@@ -339,7 +339,7 @@ class Connector:
                 is_news, self._is_failing = not self._is_failing, True
             if is_news:
                 # As text: a record that kept the error would keep the buffers of its frames.
-                logger.warning("going on without the store: %s: %s", name, str(error))
+                logger.warning("continuing without the store: %s: %s", name, str(error))
             return otherwise
         self._is_failing = False
         return result

@@ -308,6 +308,6 @@ def test_the_end_of_certificates_and_of_authorities_is_told_before_and_after(
     assert status == 1
     assert rows["authority of clients"]["state"] == "ok", "one that is valid will do"
     assert rows["authority of peers"]["saw"] == "expired 1 days ago"
-    assert "by itself" in rows["authority of peers"]["fix"]
+    assert "reloads it" in rows["authority of peers"]["fix"]
     assert rows["authority of Redis"]["state"] == "fail"
     assert "--redis-tls-ca" in rows["authority of Redis"]["fix"]
