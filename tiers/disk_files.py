@@ -506,8 +506,9 @@ class DataFiles:
         """Record the failure, and avoid the folder for a while if there are others."""
         reason = f"{verb} of {file.path}: {error.strerror}"
         is_partial = self._has_others(file.directory)
-        if isinstance(error, FileNotFoundError) and not is_partial:
+        if isinstance(error, FileNotFoundError) and not is_partial and not self.removed:
             self.removed = reason
+            logger.warning("nothing is put on disk until the restart", reason=reason)
         if is_partial:
             file.directory.failure = reason
             file.directory.retry_at_s = self._clock() + FOLDER_RETRY_S
