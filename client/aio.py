@@ -1,7 +1,7 @@
-"""The asyncio client: the blocking one, called in threads.
+"""The asyncio client: calls of the blocking client, run in threads.
 
-A call is over once its await has ended, cancelled or not, as it may use the caller's memory or hold
-something on the server. That takes the call's own deadline at most.
+A call has ended once its await returns, cancelled or not, since it may use the caller's memory or
+hold something on the server. That takes at most the call's own deadline.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from kvstore.proto.plans import EngineTerms
 from kvstore.proto.types import Accuracy, Match, Model
 
 MAX_WAITING = 2
-"""Lookups of one client that wait on the server, a thread each; the rest look again and again."""
+"""Lookups of one client that block on the server, one thread each; the others poll."""
 WAIT_S = 0.5
-"""What one of them waits for before it looks whether somebody still wants to know."""
+"""How long each blocks before it checks for cancellation."""
 FIRST_PAUSE_S, LAST_PAUSE_S = 0.005, 0.1
-"""Between two looks: twice as long each time."""
+"""Between two polls; the pause doubles each time."""
 T = TypeVar("T")
 P = ParamSpec("P")
 C = TypeVar("C", bound=AbstractContextManager[Any])
@@ -35,14 +35,14 @@ C = TypeVar("C", bound=AbstractContextManager[Any])
 async def settled(
     work: Callable[[], T], *, undo: Callable[[T], object] | None = None, always: bool = False
 ) -> T:
-    """Run *work* in a thread. Cancelled, it returns once *work* has ended, or will never begin.
+    """Run *work* in a thread. When cancelled, return once *work* has ended or can never start.
 
-    Reads then end sooner, and *undo* is called in a thread with what *work* returned, which
-    nobody else gets. With *always* it does begin.
+    Cancelling ends reads early; *undo* is then called in a thread with the result of *work*, which
+    is otherwise lost. With *always*, *work* runs in any case.
     """
     stopped, context = threading.Event(), copy_context()
     context.run(STOPPED.set, stopped)
-    turn = threading.Lock()  # for who comes first: the thread, or who cancels
+    turn = threading.Lock()  # taken once: by the thread that starts, or the canceller
 
     def run() -> Any:
         return work() if turn.acquire(blocking=False) else None
@@ -53,7 +53,7 @@ async def settled(
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         stopped.set()
-        if not always and turn.acquire(blocking=False):  # it never begins
+        if not always and turn.acquire(blocking=False):  # it never starts
             raise
         while not running.done():
             with suppress(asyncio.CancelledError):  # once is enough
@@ -66,7 +66,7 @@ async def settled(
 def awaited(
     call: Callable[Concatenate[Client, P], T],
 ) -> Callable[Concatenate[AsyncClient, P], Coroutine[Any, Any, T]]:
-    """Return *call* of the blocking client, awaited."""
+    """Return *call* of the blocking client as a coroutine function."""
 
     async def run(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> T:
         return await settled(partial(call, self.sync, *args, **kwargs))
@@ -78,7 +78,7 @@ def awaited(
 def iterated(
     call: Callable[Concatenate[Client, P], Generator[T, None, None]],
 ) -> Callable[Concatenate[AsyncClient, P], AsyncGenerator[T, None]]:
-    """Return *call*, each of whose items is awaited. Use with ``contextlib.aclosing``."""
+    """Return *call* as an async generator. Use with ``contextlib.aclosing``."""
 
     async def run(
         self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs
@@ -96,7 +96,7 @@ def iterated(
 
 
 class Entered(Generic[C]):
-    """What a call returned, for as long as ``async with`` lasts; it blocks where it calls."""
+    """An async context manager over the object that *call* returns, whose own methods block."""
 
     def __init__(self, call: Callable[[], C]) -> None:
         self._call = call
@@ -126,10 +126,10 @@ def entered(
 
 
 class AsyncClient:
-    """``Client`` for asyncio: the same calls, awaited. See there for what each does.
+    """``Client`` for asyncio: the same calls, awaited; ``Client`` documents them.
 
-    ``async with`` takes leases, segments and layered puts, ``async for`` layers and events. The
-    layers of a put are given by ``await asyncio.to_thread(put.layer, ...)``.
+    Use ``async with`` for leases, segments and layered puts, ``async for`` for layers and events.
+    Pass the layers of a put by ``await asyncio.to_thread(put.layer, ...)``.
     """
 
     def __init__(self, address: str, model: Model, options: ClientOptions | None = None) -> None:
@@ -137,7 +137,7 @@ class AsyncClient:
         self._waiting = threading.BoundedSemaphore(MAX_WAITING)
 
     def __reduce__(self) -> tuple[Any, ...]:
-        """Have another process make a client of the same server."""
+        """Reach another process as a new client of the same server."""
         return type(self), self.sync.__reduce__()[1]
 
     keys = awaited(Client.keys)
@@ -168,7 +168,7 @@ class AsyncClient:
     send_counts = awaited(Client.send_counts)
 
     def events(self, since: Place | None = None) -> AsyncGenerator[EventPage, None]:
-        """Yield what the node gains and loses, read by a thread. Use with ``aclosing``."""
+        """Yield the chunks that the node gains and loses. Use with ``aclosing``."""
         return followed(self.sync.events(since))
 
     async def lookup(
@@ -181,7 +181,7 @@ class AsyncClient:
         wait: float = 0.0,
         timeout: float | None = None,
     ) -> Match:
-        """Find the longest prefix that can be read now. Lookups that wait hold few threads."""
+        """Find the longest prefix that can be read now. At most MAX_WAITING waits hold a thread."""
         look = partial(
             self.sync.lookup, tokens, keys=keys, accuracy=accuracy, engine=engine, timeout=timeout
         )
@@ -196,9 +196,9 @@ class AsyncClient:
             pause_s = min(2 * pause_s, LAST_PAUSE_S)
 
     async def _look(self, look: Callable[..., Match], wait_s: float) -> Match:
-        """Look once, and wait for a while where few others do: threads are for those who put.
+        """Look up once. At most MAX_WAITING block, for up to WAIT_S: puts need the threads.
 
-        A lookup holds nothing, so a cancelled one goes on unseen.
+        A lookup holds no resource, so a cancelled one runs to its end in the background.
         """
         waits = wait_s > 0 and self._waiting.acquire(blocking=False)
         looking = asyncio.ensure_future(
@@ -209,7 +209,7 @@ class AsyncClient:
             if waits:
                 self._waiting.release()
             if not looked.cancelled():
-                looked.exception()  # seen, whether or not somebody still wants to know
+                looked.exception()  # retrieved, or asyncio would log it
 
         looking.add_done_callback(end)
         return await asyncio.shield(looking)

@@ -1,7 +1,7 @@
 """A chunk that a client puts, a rank's shard of chunks, and their tensors as codecs take them.
 
 Nothing is copied on the way. numpy has no bfloat16 and no fp8: such tensors become unsigned
-integers of the same size. torch is imported only by who already has a tensor of it.
+integers of the same size. torch is imported only for callers that pass its tensors.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ else:
     TensorLike = Any
 
 _MAX_WORK: Any = 10_000
-"""What finding out whether two interleaved tensors overlap may cost: some milliseconds."""
+"""Limit of the exact overlap check of two interleaved tensors: some milliseconds."""
 _FORM = "give components, layers, parts of (kv_heads, tokens, head_dim)"
 LayerTensors: TypeAlias = Sequence[Sequence[Sequence[TensorLike | BlockPart]]]
 """Components, then layers, then parts (K and V), each (kv_heads, tokens, head_dim)."""
@@ -85,8 +85,8 @@ def is_on_device(tensor: object) -> bool:
 
 
 def twin(tensor: Any) -> Any:
-    """Return a tensor of the host of the shape and dtype of a GPU's *tensor*, with memory of one
-    element, to be checked; anything else as it is. Raises LayoutMismatchError.
+    """Return a one-element host tensor expanded to the shape and dtype of a GPU's *tensor*, for
+    checks; anything else as it is. Raises LayoutMismatchError.
     """
     if not is_on_device(tensor):
         return tensor
@@ -113,14 +113,14 @@ def place_of(tensor: Any) -> NDArray[Any]:
 
 
 def host_room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
-    """Return memory of the host that a GPU copies to and from."""
+    """Return host memory, pinned where there is a GPU."""
     import torch
 
     return torch.empty(tuple(shape), dtype=dtype, pin_memory=torch.cuda.is_available())
 
 
 def bits(tensor: torch.Tensor) -> torch.Tensor:
-    """Return *tensor* as integers of its size, of which every operation knows."""
+    """Return *tensor* viewed as integers of its size, which every operation supports."""
     import torch
 
     kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
@@ -129,10 +129,10 @@ def bits(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def copying(*tensors: torch.Tensor) -> Iterator[None]:
-    """Copy from or to the GPUs of *tensors*: all that their streams were given is over before, and
-    the copies are over behind it, whichever thread and stream the caller is on.
+    """Copy from or to the GPUs of *tensors*, in any thread and stream: the GPUs finish queued work
+    on entry, and the copies on exit.
 
-    Raises TierUnavailableError for what torch raises, want of memory too.
+    Raises TierUnavailableError for errors of torch, out of memory included.
     """
     import torch
 
@@ -141,7 +141,7 @@ def copying(*tensors: torch.Tensor) -> Iterator[None]:
             torch.cuda.synchronize(device)
 
     try:
-        with torch.inference_mode():  # or the tensors of an engine could not be written to
+        with torch.inference_mode():  # else an engine's tensors are not writable
             settle()
             yield
             settle()
@@ -151,7 +151,7 @@ def copying(*tensors: torch.Tensor) -> Iterator[None]:
 
 
 def to_host(tensor: Any) -> Any:
-    """Return a copy of a GPU's *tensor* in the host's memory; anything else as it is."""
+    """Return a copy of a GPU's *tensor* in host memory; anything else as it is."""
     if not is_on_device(tensor):
         return tensor
     with copying(tensor):
@@ -161,7 +161,7 @@ def to_host(tensor: Any) -> Any:
 def check_apart(name: str, tensors: Iterable[TensorLike]) -> None:
     """Raise InvalidRequestError when elements of *tensors*, the argument *name*, share memory.
 
-    Of tensors whose memory is interleaved those are compared that begin one after another.
+    Of interleaved tensors only neighbours by address are compared.
     """
     places = [place_of(one) if is_on_device(one) else to_array(one) for one in tensors]
     arrays = [array for array in places if array.size]
@@ -192,7 +192,7 @@ def _share(one: Part, other: Part) -> bool:
 
 
 def to_arrays(tensors: LayerTensors) -> AnyTensors:
-    """Return the arrays of a whole chunk's tensors; what lies in an engine's blocks stays there.
+    """Return the arrays of a whole chunk's tensors; those in an engine's blocks are not copied.
 
     Raises LayoutMismatchError.
     """
@@ -210,7 +210,7 @@ def layer_arrays(
 ) -> list[AnyPart]:
     """Return the arrays of one layer's tensors.
 
-    Raises LayoutMismatchError for what is no tensor, or states that it is not of *dtype*.
+    Raises LayoutMismatchError for anything but a tensor, or one of another type than *dtype*.
     """
     if not isinstance(parts, Sequence):
         raise LayoutMismatchError("tensors", type(parts).__name__, _FORM)
@@ -230,13 +230,13 @@ def layer_arrays(
 def arrays_of(layout: KVLayout, tensors: LayerTensors) -> AnyTensors:
     """Return the arrays of a chunk's tensors.
 
-    Raises LayoutMismatchError unless *layout* is theirs.
+    Raises LayoutMismatchError unless they have *layout*.
     """
     if len(tensors) != len(layout.components):
         raise LayoutMismatchError("components", len(tensors), f"give {len(layout.components)}")
     found: list[Any] = []
     for component, layers in zip(layout.components, tensors, strict=True):
-        if isinstance(layers, BlockStack):  # whose layers are alike
+        if isinstance(layers, BlockStack):  # its layers are alike
             for parts in layers[:1]:
                 layer_arrays(parts, component.dtype)
             found.append(layers)
@@ -248,18 +248,18 @@ def arrays_of(layout: KVLayout, tensors: LayerTensors) -> AnyTensors:
 
 @lru_cache(maxsize=64)
 def stated_dtype(dtype: Hashable) -> DType | None:
-    """Return the element type that numpy's or torch's *dtype* names, if it names one of ours.
+    """Return the DType that numpy's or torch's *dtype* names, else None.
 
-    Unsigned integers name none: they stand for the types that numpy lacks.
+    Unsigned integers name none: they hold the types that numpy lacks.
     """
     name = str(dtype).removeprefix("torch.")
     return DType.__members__.get(name) if name != "uint8" else None
 
 
 def group_array(name: str, tensor: Any, group: LayerGroup) -> Part:
-    """Return the array of *tensor*, the argument *name*, once it is of the dtype of *group*.
+    """Return the array of *tensor*, the argument *name*.
 
-    Raises LayoutMismatchError.
+    Raises LayoutMismatchError unless it has the dtype of *group*.
     """
     if not hasattr(tensor, "dtype"):
         raise LayoutMismatchError(name, type(tensor).__name__, "give numpy or torch tensors")
@@ -292,12 +292,12 @@ def to_torch(array: Part, dtype: DType) -> torch.Tensor:
 Span: TypeAlias = tuple[int, int]
 """The first number, and the one after the last."""
 _WHOLE_KINDS = (LayerKind.mla, LayerKind.state)
-"""Kinds that a single span of heads says nothing of: a latent or state has one row for all."""
+"""Kinds that a single span of heads does not split: a latent or state has one row for all."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class _Naming:
-    """What a chunk's frame says of it beside its layout.
+    """The fields of a chunk's frame header beside its layout.
 
     ``parent`` is the chain digest of the chunk before this one. ``position`` is the index of
     the first token in its prompt.
@@ -322,7 +322,7 @@ class _Naming:
             raise InvalidRequestError("prefill_flops", self.prefill_flops, fix)
 
     def template(self, representation: bytes, layout: KVLayout) -> FrameTemplate:
-        """Return what its frame of *layout* says."""
+        """Return the template of its frame of *layout*."""
         return FrameTemplate(
             self.key, self.parent, representation, self.content, layout, self.position,
             self.prefill_flops,
@@ -335,10 +335,10 @@ class Chunk(_Naming):
 
     ``tensors``: components, then layers, then parts (K and V), each (kv_heads, tokens,
     head_dim), numpy or torch on the CPU, any strides, or in blocks (``PagedCache``).
-    ``layout`` says what there is of the end of a chunk of a model
-    with window or state layers (``KVLayout.of``); None says all of it, as attention shows.
-    ``importance``, f32 (tokens,), finite and not negative, says which tokens matter most: codecs
-    that spend more bits on those (``kvq:N,importance``) are given their order.
+    ``layout`` states which window or state layers the chunk has (``KVLayout.of``); None: all, over
+    the tokens of its attention layers.
+    ``importance``, f32 (tokens,), finite and not negative, ranks the tokens: codecs with
+    ``importance`` (``kvq:N,importance``) spend more bits on the higher ones.
     """
 
     tensors: LayerTensors
@@ -346,9 +346,9 @@ class Chunk(_Naming):
     importance: NDArray[np.float32] | None = field(default=None, kw_only=True)
 
     def weights(self, tokens: int) -> bytes:
-        """Return the rank of each token's importance, 1 to 255, or 0 for none; empty for no word.
+        """Return a rank for each token, 1 to 255, or 0 for no importance; empty without any.
 
-        Raises InvalidRequestError unless there is a right number for each of *tokens*.
+        Raises InvalidRequestError unless ``importance`` is None or valid for *tokens* tokens.
         """
         given = self.importance
         if given is None:
@@ -361,7 +361,7 @@ class Chunk(_Naming):
         if not (np.isfinite(given) & (given >= 0)).all():
             raise InvalidRequestError("importance", float(given.min()), "finite, not negative")
         order = np.empty(tokens, np.intp)
-        # Of equal ones the first is to be the more important, as codecs rank them.
+        # Of equals the first ranks higher, as in codecs.
         order[np.argsort(-given, kind="stable")] = np.arange(tokens)
         ranks = 255 - order * 254 // max(1, tokens - 1)
         return np.where(given > 0, ranks, 0).astype(np.uint8).tobytes()
@@ -384,7 +384,7 @@ class DeviceChunk(_Naming):
     """A chunk whose raw frame begins at byte ``offset`` of a ring, a multiple of 64.
 
     Its segments lie where a raw frame of ``layout`` has them. The header's bytes are not read: the
-    server is sent a header that is made of what is said here, as of a ``Chunk``.
+    header sent to the server is made of these fields, as for a ``Chunk``.
     """
 
     offset: int
@@ -398,11 +398,11 @@ def parents(keys: Sequence[ChunkKey]) -> Sequence[ChainDigest]:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """What a rank of a parallel engine has of a model, in its own numbers; the default is all.
+    """The part of a model that one rank of a parallel engine holds; the default is all of it.
 
     ``layers``: a span of the model's layer numbers. ``kv_heads``: a span for each layer group, or
-    one for all groups with heads. A client's Model stays the whole one: chunks that any ranks put
-    are read by any others.
+    one for all groups with heads. A client's Model stays the whole one: any ranks read the chunks
+    that any others put.
     """
 
     layers: Span | None = None
@@ -415,15 +415,15 @@ class Shard:
             is_span = isinstance(span, Sequence) and len(span) == 2 and all(map(is_whole, span))
             if not is_span or not 0 <= span[0] < span[1]:
                 raise InvalidRequestError(name, span, "give the first, and one after the last")
-        if self.layers is not None:  # tuples, as it is looked up by them
+        if self.layers is not None:  # tuples, to be hashable
             object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "kv_heads", tuple(map(tuple, self.kv_heads)))
 
     @classmethod
     def of_rank(cls, model: Model, rank: int, ranks: int, layers: Span | None = None) -> Shard:
-        """Return what tensor-parallel *rank* of *ranks* has, of the pipeline stage of *layers*.
+        """Return the shard of tensor-parallel *rank* of *ranks*, in the pipeline stage of *layers*.
 
-        Heads are split as evenly as they go; with more ranks than heads several have the same.
+        Heads are split as evenly as possible; with more ranks than heads, ranks share heads.
         """
         if not is_whole(ranks) or ranks < 1:
             raise InvalidRequestError("ranks", ranks, "give a positive whole number")
@@ -436,9 +436,9 @@ class Shard:
         return cls(layers, tuple(spans))
 
     def part_of(self, model: Model) -> Model:
-        """Return *model* with the layers and heads of the shard alone: what the rank's KV is of.
+        """Return *model* with only the layers and heads of the shard: the model of the rank's KV.
 
-        Raises LayoutMismatchError, ModelError when it has nothing of the model.
+        Raises LayoutMismatchError, ModelError when the shard has nothing of the model.
         """
         groups = []
         for group, (first, stop) in zip(model.layer_groups, self.heads_of(model), strict=True):
@@ -450,7 +450,7 @@ class Shard:
         return replace(model, layer_groups=tuple(groups))
 
     def heads_of(self, model: Model) -> list[Span]:
-        """Return which KV heads it has of each layer group. Raises LayoutMismatchError."""
+        """Return the KV heads of each layer group. Raises LayoutMismatchError."""
         groups, spans = model.layer_groups, self.kv_heads
         if len(spans) > 1 and len(spans) != len(groups):
             fix = f"give one span, or {len(groups)}"
@@ -463,16 +463,16 @@ class Shard:
         ]
 
     def has_any(self, model: Model, layout: KVLayout) -> bool:
-        """Whether it has any layer of a chunk of *layout*: of one without windows a stage of
-        windows alone has none.
+        """Whether it has any layer of a chunk of *layout*: a stage of window layers alone has none
+        of a chunk without windows.
         """
         groups = [group for group in model.layer_groups if layout.has(group.kind)]
         return self.layers is None or any(has_any(group, self.layers) for group in groups)
 
     def in_chunk(self, model: Model, layout: KVLayout) -> ChunkShard:
-        """Return which layers and heads it is of a chunk of *layout*.
+        """Return its layers and heads of a chunk of *layout*.
 
-        Raises LayoutMismatchError when it reaches outside the model, or has nothing of it.
+        Raises LayoutMismatchError when it exceeds the model, or has nothing of the chunk.
         """
         return _in_chunk(self, model, layout)
 

@@ -64,7 +64,7 @@ _KEY = attrgetter("key")
 def put_whole(
     link: ServerLink, chunks: Sequence[Chunk], shard: Shard | None, hints: Hints, *, durable: bool
 ) -> list[Put]:
-    """Store *chunks*, or of each what *shard* covers, a batch at a time."""
+    """Store *chunks*, or the *shard* of each, a batch at a time."""
 
     check_kind("chunks", chunks, Chunk, is_list=True)
     check_kind("hints", hints, Hints)
@@ -102,8 +102,8 @@ def put_by_layers(
     terms: PutTerms,
     spans: Sequence[tuple[int, int]] | None = None,
 ) -> LayeredPut:
-    """Begin a put of *chunks* whose layers come one by one, over all tokens if they are *spans*
-    of a prompt, of which there may be none.
+    """Begin a put of *chunks* whose layers are given one by one: over all tokens of the prompt if
+    they are its *spans*, of which there may be none.
     """
     if link.options.shard is not None:
         fix = "layer by layer there are whole chunks only: use put"
@@ -139,9 +139,9 @@ def _outgoing(session: Session, chunk: Chunk, shard: Shard | None) -> Outgoing:
 
 
 def layout_of(chunk: Chunk, model: Model, layers: Span | None = None) -> KVLayout:
-    """Return the layout of a whole chunk: its own, or by the tokens of its attention.
+    """Return the layout of a whole chunk: its own, or by the tokens of its attention layers.
 
-    The tensors are all there are of it, or those of *layers*. Raises LayoutMismatchError.
+    The chunk has the tensors of all layers, or of *layers*. Raises LayoutMismatchError.
     """
     if chunk.layout is not None:
         if not isinstance(chunk.layout, KVLayout) or not chunk.layout.is_of(model):
@@ -166,7 +166,7 @@ def layout_of(chunk: Chunk, model: Model, layers: Span | None = None) -> KVLayou
 
 
 def _template(session: Session, chunk: Chunk | PlannedChunk, layout: KVLayout) -> FrameTemplate:
-    """Raises InvalidRequestError for a chunk that is longer than the server takes."""
+    """Raises InvalidRequestError for a chunk over the server's limit."""
     frame_bytes, limit = raw_frame_bytes(layout), session.terms.max_frame_bytes
     if frame_bytes > limit:
         raise InvalidRequestError(
@@ -178,8 +178,8 @@ def _template(session: Session, chunk: Chunk | PlannedChunk, layout: KVLayout) -
 def _weigh(
     link: ServerLink, session: Session, chunks: Sequence[tuple[Chunk, int]], left_ms: LeftMs
 ) -> None:
-    """Send which tokens of *chunks* matter, ahead of them, where a codec has a use for it; a server
-    that does not get it codes all alike.
+    """Send the importance of tokens ahead of *chunks*, if a codec of the server uses it; without
+    it the server codes all tokens alike.
     """
     terms = session.terms
     weights = [chunk.weights(tokens) for chunk, tokens in chunks]
@@ -206,7 +206,7 @@ def _listed(tensors: Any) -> list[Any]:
 
 @dataclass(frozen=True, kw_only=True)
 class EncodedChunk(Outgoing):
-    """A chunk whose frame is there already, checksums and all."""
+    """A chunk whose frame is encoded already, with checksums."""
 
     frame: Bytes
 
@@ -216,16 +216,15 @@ class EncodedChunk(Outgoing):
 
     @override
     def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
-        """Return the frame as it is; *room* is not needed."""
+        """Return the frame as it is; *room* is not used."""
         return cut_header(self.frame)
 
 
 class LayeredPut:
     """``with client.put_layers(tokens) as put``: give each layer once, in any order.
 
-    Leaving the block stores the chunks, and ``results`` says what became of each; none of them
-    is visible before. Leaving it by an exception, or with layers missing, stores nothing. For
-    one thread.
+    Leaving the block stores the chunks, and ``results`` holds the outcome of each; none is visible
+    before. Leaving it by an exception, or with layers missing, stores nothing. For one thread.
     """
 
     def __init__(
@@ -237,7 +236,7 @@ class LayeredPut:
     ) -> None:
         self.results: list[Put] = []
         self.spans = spans
-        """Where each chunk lies in the prompt that ``layer`` is given; None: it is given chunks."""
+        """Where each chunk lies in the prompt; None when ``layer`` takes chunks."""
         self._store = store
         self._templates = templates
         self._headers = [raw_header(template) for template in templates]
@@ -259,12 +258,12 @@ class LayeredPut:
         layer_id: int,
         tensors: Sequence[Sequence[TensorLike | BlockPart]] | Sequence[TensorLike] | TensorLike,
     ) -> None:
-        """Give the layer of the model's number *layer_id*: its parts, K and V, over all tokens of
-        the prompt; of a put of chunks ``tensors[i]`` are the parts of chunk i.
+        """Give layer *layer_id* of the model: its parts, K and V, over all tokens of the prompt; in
+        a put of chunks, ``tensors[i]`` are the parts of chunk i.
 
-        Each part is (kv_heads, tokens, head_dim), numpy or torch, any strides, of a chunk on the
-        CPU or in blocks; all are the caller's again on return. Raises LayoutMismatchError or
-        InvalidRequestError for what does not belong here; the put then goes on without it.
+        Each part is (kv_heads, tokens, head_dim), numpy or torch, any strides; parts of chunks lie
+        on the CPU or in blocks. The caller may reuse them on return. Raises LayoutMismatchError or
+        InvalidRequestError for tensors that do not fit; the put then goes on without them.
         """
         FORKS.check(self._process, "the put")
         if self._is_over:
@@ -295,7 +294,7 @@ class LayeredPut:
         self._missing.remove(layer_id)
 
     def _cut(self, parts: Sequence[Any], group: LayerGroup) -> list[list[Any]]:
-        """Return what each chunk keeps of one layer of the prompt."""
+        """Return the part of one layer of the prompt that each chunk keeps."""
         spans = self.spans or ()
         if group.kind is LayerKind.state:
             fix = "states are of no token: use put_chunk_layers"
@@ -311,7 +310,7 @@ class LayeredPut:
         return [[part[:, kept_from(group, *span) : span[1]] for part in parts] for span in spans]
 
     def commit(self) -> list[Put]:
-        """Store the chunks. Raises InvalidRequestError, and stores nothing, when layers miss."""
+        """Store the chunks. Raises InvalidRequestError and stores nothing if layers are missing."""
         FORKS.check(self._process, "the put")
         if self._is_over:
             return self.results

@@ -53,12 +53,12 @@ from kvstore.proto.types import DIGEST_BYTES, END_KINDS, Accuracy, ChunkKey, KVL
 
 
 class ChunkRequest(NamedTuple):
-    """What to read into *room*: chunks of *accuracy* or better, of each what *shard* has.
+    """What to read into *room*: the *shard* of chunks of *accuracy* or better.
 
-    Each batch comes under its own of *leases*; without them the call takes its own, of *most*
-    chunks at a time, and says by *came* how many there are after each. Layer by layer *accepts*
-    decides by a chunk's place and header whether its frame is the wanted one, and rows that are
-    *skipped* need not come.
+    Each batch is under its own of *leases*; without them the call takes its own, of *most* chunks
+    at a time, and reports the total so far to *came* after each. Layer by layer, *accepts* decides
+    by a chunk's index and header whether its frame is the wanted one, and *skipped* rows need not
+    be sent.
     """
 
     keys: Sequence[ChunkKey]
@@ -74,7 +74,7 @@ class ChunkRequest(NamedTuple):
 
 
 def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
-    """Read the longest prefix of what is requested, verified."""
+    """Read the longest prefix of the requested chunks, verified."""
 
     tries = count()
 
@@ -86,7 +86,7 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
         found: list[Decoded] = []
         while True:
             first = len(found)
-            # A batch ends where its part does: the room of the next is that of this one.
+            # A batch ends where its part of *most* chunks does: the next part reuses its memory.
             stop = min(first + limit, first - first % most + most)
             some, lease_id = keys[first:stop], leases[first // limit] if leases else 0
             wanted = Wanted(session, some, request.room, request.accuracy, first, request.shard)
@@ -105,7 +105,7 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
             if broken is not None:
                 link.quarantine(transport, broken, left_ms)
             if request.came is not None and part:
-                part = [one._replace(tensors=()) for one in part]  # whose room is used again
+                part = [one._replace(tensors=()) for one in part]  # their memory is reused
                 check_not_stopped(STOPPED.get())
                 request.came(len(found) + len(part))
             found += part
@@ -113,17 +113,17 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
                 break
         return found
 
-    if request.leases:  # which are lost with their session
+    if request.leases:  # lost with their session, so no retry
         left_ms = Until(request.deadline_ms).left_ms
         return work(link.connected(left_ms), left_ms)
     return link.run(work, request.deadline_ms)
 
 
 def room_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Room | None) -> Room:
-    """Return where chunks of *keys* go: what *out* says, or new arrays; nowhere any more once the
-    call was cancelled.
+    """Return the target of each chunk of *keys*: in *out*, or new arrays. It raises once the call
+    is cancelled.
 
-    Raises InvalidRequestError for too few entries, and for keys that are no list.
+    Raises InvalidRequestError for too few entries, and for keys that are not a list.
     """
     if not isinstance(keys, Sequence):
         raise not_keys(keys)
@@ -140,11 +140,11 @@ def room_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Room | None)
 
 
 STOPPED: ContextVar[threading.Event | None] = ContextVar("STOPPED", default=None)
-"""Set while a call runs for asyncio: once the event is, nothing more is written for it."""
+"""Present while a call runs for asyncio: once the event is set, nothing more is written."""
 
 
 def check_not_stopped(stopped: threading.Event | None) -> None:
-    """Raise KVStoreError once the call was cancelled."""
+    """Raise KVStoreError once the call is cancelled."""
     if stopped is not None and stopped.is_set():
         raise KVStoreError("the call was cancelled")
 
@@ -167,20 +167,20 @@ def read_layers(
         reading = LayerReader(link.reader, wanted, request.accepts, request.skipped)
         with closing(reading.layers(arriving)) as layers:
             yield from layers
-    if reading.broken is not None:  # between layers the caller takes time of its own
+    if reading.broken is not None:  # a new deadline: the caller's own work took time
         link.quarantine(transport, reading.broken, Until(request.deadline_ms).left_ms)
 
 
 def _layers_arriving(
     stack: ExitStack, transport: Transport, request: ChunkRequest
 ) -> Iterator[Arrival]:
-    """Yield frames to be read layer by layer: of MAX_OPEN_BATCHES batches, as each is a stream,
-    which *stack* ends.
+    """Yield the frames of up to MAX_OPEN_BATCHES batches. Each batch is a stream, which *stack*
+    ends.
     """
     terms, left_ms = transport.session.terms, Until(request.deadline_ms).left_ms
     limit, keys = terms.max_batch_chunks, request.keys
     digests = packed(keys, terms.namespace)
-    # Rows are named by the places of all chunks, so batches of several take them all.
+    # Rows are named by chunk index over the whole read, so several batches fetch all rows.
     skipped = request.skipped if len(keys) <= limit else None
     (lease_id,) = request.leases or (0,)
     for first, some in islice(digest_batches(digests, limit), MAX_OPEN_BATCHES):
@@ -194,7 +194,7 @@ def _layers_arriving(
 
 
 def read_layers_retried(link: ServerLink, request: ChunkRequest) -> Generator[Layer, None, None]:
-    """Do the same, once more where a lease was lost before the first layer was there."""
+    """Do the same; retry once if a lease is lost before the first layer arrives."""
     check_by_layers(link)
 
     def begin(

@@ -69,7 +69,7 @@ from kvstore.proto.types import (
 )
 
 LAYERED_PUT_S = 60.0
-"""What a forward pass over a long prompt may take."""
+"""Time for a forward pass over a long prompt."""
 MAX_TTL_S = ((1 << 32) - 1) / 1000
 MAX_PIN_S = 86_400.0
 MAX_WAIT_S = MAX_HANDOVER_MS / 2000
@@ -77,23 +77,23 @@ _TENSORS = attrgetter("tensors")
 
 Tokens: TypeAlias = Sequence[int] | None
 Keys: TypeAlias = Sequence[ChunkKey] | None
-"""In place of a prompt's tokens the names of its chunks: of a call one of the two is given."""
+"""The keys of a prompt's chunks; a call takes either tokens or keys."""
 
 
 class Client:
     """Put, look up and get the KV of one Model. Thread-safe.
 
-    Calls take a prompt's *tokens*, or as *keys* the names of its chunks. It connects at the first
-    call, and again after the server restarted. Every method raises KVStoreErrors only and returns
-    within its timeout, ``options.deadline_ms`` unless given, plus 50 ms a round trip. A
-    session is opened within ``options.deadline_ms``. A miss is an answer: a Hit of 0 tokens, a
-    Match of 0, a shorter list. Arguments that cannot be raise InvalidRequestError, and KV of
-    another shape, dtype or device LayoutMismatchError, before anything is sent or written; a
-    server that is late DeadlineError, one that is gone TierUnavailableError.
+    Calls take a prompt's *tokens*, or the *keys* of its chunks. It connects at the first call, and
+    again after the server restarted. Every method raises KVStoreErrors only and returns within its
+    timeout, ``options.deadline_ms`` unless given, plus 50 ms a round trip. A session is opened
+    within ``options.deadline_ms``. A miss is an answer: a Hit of 0 tokens, a Match of 0, a shorter
+    list. Invalid arguments raise InvalidRequestError, and KV of another shape, dtype or device
+    LayoutMismatchError, before anything is sent or written; a late server raises DeadlineError, an
+    unreachable one TierUnavailableError.
     """
 
     shared_memory: ClassVar[type[ShmTransport]] = ShmTransport
-    """How it reads a server on this host."""
+    """The transport to a server on this host."""
 
     def __init__(self, address: str, model: Model, options: ClientOptions | None = None) -> None:
         check_address(address)
@@ -105,30 +105,30 @@ class Client:
             ASSETS.load_folder(self.options.assets)
         shard = self.options.shard
         self._own = model if shard is None else shard.part_of(model)
-        """What the KV is of that is put and got."""
+        """The model of the KV that is put and got."""
         self.address = address
         self.counts: Callable[[], Mapping[str, int]] = dict
-        """Returns what the engine counted, for ``kvstore explain``; each heartbeat reports it."""
+        """Returns the engine's counters, for ``kvstore explain``; each heartbeat reports them."""
         counts = partial(_counts, ref(self))  # the session's thread must not keep the client
         self._link = ServerLink(address, model, self.options, counts, self.shared_memory)
-        _ = self._link.connection  # which raises for an access that will not do
+        _ = self._link.connection  # raises for unusable credentials
         self._end = self._ends()
         FORKS.watch(self._after_fork)
 
     def _ends(self) -> finalize[[], Self]:
-        """Have a client that is dropped end what it has open; a process that ends need not."""
+        """Close a garbage-collected client; at exit of the process that is not needed."""
         end = finalize(self, self._link.drop)
         end.atexit = False
         return end
 
     def _after_fork(self) -> None:
-        """In a child: leave all to the parent, and connect anew at the next call."""
+        """In a child: leave the connection to the parent; the next call opens another."""
         self._end.detach()
         self._link = self._link.left()
         self._end = self._ends()
 
     def __reduce__(self) -> tuple[type[Self], tuple[str, Model, ClientOptions]]:
-        """Have another process make a client of the same server."""
+        """Reach another process as a new client of the same server."""
         return type(self), (self.address, self.model, self.options)
 
     def close(self) -> None:
@@ -145,44 +145,44 @@ class Client:
 
     @property
     def namespace(self) -> Namespace:
-        """The first half of every key of this client; opens a session if need be."""
+        """The first half of every key of this client; opens a session if there is none."""
         return self._link.connected().session.terms.namespace
 
     @property
     def transport_name(self) -> str:
-        """How bytes travel: ``shm``, ``tcp`` or ``grpc``."""
+        """The transport of chunk bytes: ``shm``, ``tcp`` or ``grpc``."""
         return self._link.connected().name
 
     @property
     def boot_id(self) -> int:
-        """The server's start that the session belongs to."""
+        """The id of the server's start that the session belongs to."""
         return self._link.connected().session.terms.boot_id
 
     @property
     def is_connected(self) -> bool:
-        """Whether there is a session, as far as is known here; asks nobody."""
+        """Whether there is a session, as last known; makes no call."""
         return self._link.transport is not None
 
     @property
     def is_shut(self) -> bool:
-        """Whether calls fail at once for a while, as the server did not answer the last one."""
+        """Whether calls fail at once, since the server did not answer the last one."""
         return self._link.connection.breaker.is_open
 
     @property
     def weighs(self) -> bool:
-        """Whether the server of the open session has a use for ``Chunk.importance``."""
+        """Whether the server of the open session uses ``Chunk.importance``."""
         transport = self._link.transport
         return transport is not None and transport.session.terms.weighs
 
     def end_if_hung(self) -> bool:
-        """Whether the server hangs; if so, calls that wait for it fail now, as if it were late.
+        """Whether the server hangs; if so, waiting calls fail now, as if it were late.
 
-        A busy server does not. Takes some 20 ms, a quarter of a second while there is no session.
+        A busy server does not hang. Takes some 20 ms, or 250 ms without a session.
         """
         return self._link.end_if_hung()
 
     def send_counts(self) -> None:
-        """Report what ``counts`` returns, as heartbeats do; opens a session if need be."""
+        """Report ``counts`` now, as heartbeats do; opens a session if there is none."""
         self._link.run(lambda transport, _: transport.session.heartbeat())
 
     # --- prompts
@@ -220,13 +220,12 @@ class Client:
         timeout: float | None = None,
         accuracy: Accuracy = Accuracy.exact,
     ) -> Hit:
-        """Read the longest prefix of a prompt that is there in time, verified.
+        """Read the longest prefix of a prompt that arrives in time, verified.
 
-        It is written to *out* (see KV), which has room for all tokens; what lies there past
-        ``hit.tokens`` is not to be used. Without *out* new tensors are returned. The caller has
-        the first *start* tokens: chunks that end before are not read, and count as found.
-        Below an exact *accuracy* any chunk may be restored from a lossy copy: neither it nor what
-        is computed from it is to be put.
+        It is written to *out* (see KV), which has space for all tokens; do not use *out* past
+        ``hit.tokens``. Without *out*, new tensors are returned. The caller has the first *start*
+        tokens: chunks that end before are not read, and count as found. Below an exact *accuracy*
+        any chunk may be restored from a lossy copy: put neither it nor anything computed from it.
         """
         left_ms = Until(self._deadline_ms(timeout)).left_ms
         prompt = self._prompt(tokens, keys, start, left_ms)
@@ -253,11 +252,11 @@ class Client:
         durable: bool = False,
         hints: Hints = NO_HINTS,
     ) -> list[Put]:
-        """Store the KV of a prompt; return what became of each of its chunks.
+        """Store the KV of a prompt; return the outcome of each of its chunks.
 
-        *kv* (see KV) is that of all tokens. Chunks that end within the first *start* tokens are
-        left out; so is a rest of less than 16 tokens. They are forgotten after *ttl* seconds.
-        With *durable* it returns once they would survive a power cut.
+        *kv* (see KV) covers all tokens. Chunks that end within the first *start* tokens are left
+        out; so is a remainder of less than 16 tokens. Chunks expire after *ttl* seconds. With
+        *durable* it returns once they would survive a power cut.
         """
         prompt = self._prompt(tokens, None, start)
         held = kv_of("kv", kv, self._own, prompt, is_target=False)
@@ -276,11 +275,11 @@ class Client:
         wait: float = 0.0,
         timeout: float | None = None,
     ) -> Match:
-        """Find the longest prefix that can be read now, in a round trip a batch.
+        """Find the longest prefix that can be read now, in one round trip a batch.
 
         With *engine* the match has a ``plan``: which chunks to load and which to recompute, never
-        slower than to recompute all. The answer waits *wait* seconds at most until chunks are here
-        that others are putting or have announced.
+        slower than to recompute all. The call waits at most *wait* seconds for chunks that others
+        are putting or have announced.
         """
         left_ms = Until(self._deadline_ms(timeout)).left_ms
         names = self._named(tokens, keys, left_ms)
@@ -302,9 +301,9 @@ class Client:
     def lease(
         self, tokens: Tokens = None, *, keys: Keys = None, accuracy: Accuracy = Accuracy.exact
     ) -> Lease:
-        """Look a prompt up and keep what is ready from eviction until the lease is released.
+        """Look a prompt up and keep its ready chunks from eviction until the lease is released.
 
-        Views and gets of the lease are of *accuracy* or better, too.
+        Views and gets of the lease have *accuracy* or better, too.
         """
         names = self._named(tokens, keys)
         request = pb.LookupRequest(lease=True, places=True, min_accuracy=accuracy_number(accuracy))
@@ -331,12 +330,12 @@ class Client:
         timeout: float | None = None,
         accuracy: Accuracy = Accuracy.exact,
     ) -> Generator[Layer, None, None]:
-        """Read like ``get``, and yield each layer of the model as soon as it is there, verified.
+        """Read like ``get``, and yield each layer of the model as soon as it arrives, verified.
 
-        A chunk that is late or proves wrong ends the prefix: the layers after it have fewer
-        chunks, and when none is left no more layers come. So what was read is what the last of
-        all layers has. Run the iterator to its end or close it: it keeps the chunks from eviction.
-        No more than MAX_OPEN_BATCHES batches of chunks come, each a stream.
+        A chunk that is late or wrong ends the prefix: later layers have fewer chunks, and the
+        iterator ends when none is left. So only the chunks of the last layer are read completely.
+        Run the iterator to its end or close it: it keeps the chunks from eviction. It reads at most
+        MAX_OPEN_BATCHES batches of chunks, each a stream.
         """
         left_ms = Until(self._deadline_ms(timeout)).left_ms
         prompt = self._prompt(tokens, keys, start, left_ms)
@@ -355,9 +354,9 @@ class Client:
         timeout: float = LAYERED_PUT_S,
         hints: Hints = NO_HINTS,
     ) -> LayeredPut:
-        """Begin to store a prompt whose layers come as the engine finishes them; see LayeredPut.
+        """Begin to store a prompt layer by layer, as the engine finishes them; see LayeredPut.
 
-        Chunks are those of ``put``. All of it has to be over within *timeout* seconds.
+        It has the chunks of ``put``. The whole put has to end within *timeout* seconds.
         """
         prompt = self._prompt(tokens, None, start)
         chunks = [
@@ -367,7 +366,7 @@ class Client:
         terms = PutTerms(durable, self._deadline_ms(timeout), hints)
         return put_by_layers(self._link, chunks, terms, prompt.spans)
 
-    # --- chunks, for who names and cuts them
+    # --- chunks, for callers that cut and name them
 
     def get_chunks(
         self,
@@ -379,14 +378,14 @@ class Client:
         shard: Shard | None = None,
         timeout: float | None = None,
     ) -> list[ChunkTensors]:
-        """Read the longest prefix of *keys* that is there in time, verified.
+        """Read the longest prefix of *keys* that arrives in time, verified.
 
-        Tensors come as arrays of unsigned integers of the dtype's size, to be viewed as it, or
-        are written into *out*: one entry a key, numpy or torch, or ``out(i, layout)``, which
+        Tensors are returned as arrays of unsigned integers of the dtype's size, to be viewed as
+        it, or written into *out*: one entry a key, numpy or torch, or ``out(i, layout)``, which
         returns tensors of that layout. Several threads call it, in any order; a window or state
-        that is not wanted has no layers there, and is neither read nor verified. *stated*, a list,
-        is filled with what the copy of each chunk states. With a *shard*, that of the options
-        unless given, tensors, layouts and *out* are what one rank has of each chunk.
+        without layers there is neither read nor verified. *stated*, a list, is filled with the
+        accuracy that the copy of each chunk states. With a *shard*, by default that of the options,
+        tensors, layouts and *out* are one rank's part of each chunk.
         """
         room = chunk_reads.room_in(keys, out)
         check_kind("stated", stated, list, or_none=True)
@@ -408,11 +407,10 @@ class Client:
     ) -> list[Put]:
         """Store chunks; with *durable* return once they would survive a power cut.
 
-        With a *shard*, that of the options unless given, the tensors are those of one rank: the
-        outcome is ``pending`` until other ranks have put the rest of a chunk, and ``stored`` for
-        the one that makes it whole.
-        Raises LayoutMismatchError or ModelError before anything is sent when a chunk is not of
-        this client's Model.
+        With a *shard*, by default that of the options, the tensors are one rank's: the outcome is
+        ``pending`` until other ranks have put the rest of a chunk, and ``stored`` for the rank that
+        completes it. Raises LayoutMismatchError or ModelError before anything is sent when a chunk
+        is not of this client's Model.
         """
         shard = shard or self.options.shard
         return put_whole(self._link, chunks, shard, hints, durable=durable)
@@ -454,10 +452,10 @@ class Client:
         """Read the chunks of a prompt at the levels that the deadline in *terms* leaves time for.
 
         ``client/planning.py`` decides by the measured bandwidth which chunks the engine computes,
-        and how much of the others is loaded, into *out* as in ``get_chunks``. *compute* is given
-        chunks in this thread, from the first on, while others come from the last one back; without
-        it the caller computes ``Levelled.to_compute`` afterwards. Returns in time whatever happens
-        to the store, once there was a session. Raises what *compute* or *out* raises, too, and
+        and how much of the others is loaded, into *out* as in ``get_chunks``. This thread passes
+        *compute* chunks from the first on, while others are loaded from the last one back; without
+        it the caller computes ``Levelled.to_compute`` afterwards. Once there is a session, it
+        returns in time whatever the store does. Also raises any error of *compute* or *out*, and
         LayoutMismatchError.
         """
         room = chunk_reads.room_in(keys, out)
@@ -469,7 +467,7 @@ class Client:
     def name_segments(
         self, tokens: Sequence[int], ranges: Sequence[SegmentRange], extra: Sequence[bytes] = ()
     ) -> list[NamedSegment]:
-        """Cut and name a prompt as ``find_segments`` does: what it is to find is put like this."""
+        """Cut and name a prompt as ``find_segments`` does; put chunks under these names."""
         return name_segments(tokens, ranges, self.options.chunk_tokens, extra)
 
     def find_segments(
@@ -478,12 +476,12 @@ class Client:
         ranges: Sequence[SegmentRange],
         query: segments.SegmentQuery | None = None,
     ) -> segments.SegmentMatch:
-        """Find what there is of a prompt whose documents, messages or tools' answers are *ranges*.
+        """Find stored chunks of a prompt whose documents, messages or tool results are *ranges*.
 
-        Chunks that are here as this very prompt has them are exact; for others of *ranges* that
-        are approximate, chunks with the same tokens from other prompts are named, if the gate of
-        this model and tag is open. They are kept from eviction until the answer is released.
-        Raises ModelError when the server turns keys by other rope parameters.
+        Chunks stored from this very prefix are exact. Where *ranges* allow approximate ones, the
+        match names chunks with the same tokens from other prompts, if the gate of this model and
+        tag is open. All are kept from eviction until the match is released. Raises ModelError when
+        the server rotates keys by other rope parameters.
         """
         check_kind("query", query, segments.SegmentQuery, or_none=True)
         query = query or segments.SegmentQuery()
@@ -491,16 +489,16 @@ class Client:
         return segments.find_segments(self._link, named, len(tokens), query)
 
     def report_reuse(self, report: ReuseReport) -> GateView:
-        """Report what one blended request was worth; see ``client/blend/gate.py``.
+        """Report the outcome of one blended request; see ``client/blend/gate.py``.
 
-        Return the gate as it is then. Raises InvalidRequestError that names what cannot be.
+        Return the gate afterwards. Raises InvalidRequestError, which names the invalid field.
         """
         return segments.report_reuse(self._link, report)
 
-    # --- keeping and forgetting
+    # --- pins and deletes
 
     def pin(self, tokens: Tokens = None, *, keys: Keys = None, ttl: float) -> int:
-        """Keep chunks from eviction for *ttl* seconds, a day at most; return how many are known."""
+        """Keep chunks from eviction for *ttl* seconds, a day at most; return how many exist."""
         request = pb.PinRequest(ttl_ms=milliseconds("ttl", ttl, MAX_PIN_S, least_s=0.001))
         replies = self._link.ask("Pin", request, self._named(tokens, keys), pb.PinResponse)
         return sum(reply.pinned for reply in replies)
@@ -511,25 +509,25 @@ class Client:
         return sum(r.unpinned for r in self._link.ask("Unpin", request, names, pb.UnpinResponse))
 
     def announce_puts(self, keys: Sequence[ChunkKey], *, within: float) -> int:
-        """Announce that this client will put *keys* within so many seconds, ten minutes at most.
+        """Announce that this client will put *keys* *within* seconds, ten minutes at most.
 
-        Until then lookups of others count them as pending, and may wait for them. 0 takes the
-        announcement back; the end of the session does, too. Return how many are pending by it: not
-        those that are there, or that somebody else has announced.
+        Until then lookups count them as pending, and may wait for them. 0 revokes the announcement,
+        as does the end of the session. Return how many it made pending: not those that exist, or
+        that another client has announced.
         """
         request = pb.AnnouncePutsRequest(ttl_ms=milliseconds("within", within, MAX_TTL_S))
         replies = self._link.ask("AnnouncePuts", request, keys, pb.AnnouncePutsResponse)
         return sum(reply.pending for reply in replies)
 
     def delete(self, tokens: Tokens = None, *, keys: Keys = None) -> int:
-        """Forget chunks on every tier; return how many. Chunks under a lease stay."""
+        """Delete chunks on every tier; return how many. Chunks under a lease stay."""
         names, request = self._named(tokens, keys), pb.DeleteRequest()
         return sum(r.deleted for r in self._link.ask("Delete", request, names, pb.DeleteResponse))
 
     def clear(self, tier: str = "", *, dry_run: bool = False) -> int:
-        """Forget every chunk of this client's namespace that nobody reads; return how many.
+        """Delete every chunk of this client's namespace that is not being read; return how many.
 
-        With *tier* only their copies there go, with *dry_run* none: the answer says what would.
+        With *tier* only the copies there are deleted; with *dry_run* they are only counted.
         """
         check_text("tier", tier, MAX_NAME_CHARS)
         request = pb.ClearRequest(tier=tier, dry_run=dry_run, deadline_ms=self.options.deadline_ms)
@@ -540,14 +538,14 @@ class Client:
 
         return self._link.run(work)
 
-    # --- looking
+    # --- inspection
 
     def stat(
         self, tokens: Tokens = None, *, keys: Keys = None, ranks: bool = False
     ) -> list[ChunkStat]:
-        """Return what the server knows of those chunks that exist.
+        """Return the state of those chunks that exist.
 
-        With *ranks*, of 16 chunks at most, also how many others each tier would evict before.
+        With *ranks*, for 16 chunks at most, also how many others each tier would evict before.
         """
         request = pb.StatRequest(ranks=bool(ranks))
         replies = self._link.ask("Stat", request, self._named(tokens, keys), pb.StatResponse)
@@ -558,8 +556,8 @@ class Client:
     ) -> Sequence[ChunkStat]:
         """Return the chunks of this client's namespace, at most *limit* unless 0.
 
-        They come in the order of their digests: those behind the digest *after*, so that pages
-        follow each other, and those that begin with *prefix*.
+        They are sorted by digest: those past the digest *after*, for paging, and those that begin
+        with *prefix*.
         """
         if not is_whole(limit) or not 0 <= limit < 1 << 32:
             raise InvalidRequestError("limit", limit, "give 0 to 2^32-1")
@@ -571,18 +569,18 @@ class Client:
     def frame(
         self, key: ChunkKey, *, accuracy: Accuracy = Accuracy.exact
     ) -> tuple[FrameHeader, bytes] | None:
-        """Return a chunk's frame as it lies on a tier, all of it verified; None without one.
+        """Return a chunk's frame as stored on a tier, completely verified; None without one.
 
-        Raises ChunkCorruptError or InvalidFrameError for a frame that is damaged, which is
-        reported to the server.
+        Raises ChunkCorruptError or InvalidFrameError for a damaged frame, and reports it to the
+        server.
         """
         return chunk_reads.read_frame(self._link, key, accuracy)
 
     def events(self, since: Place | None = None) -> EventStream:
-        """Follow what the tiers of this node alone gain and lose of this client's namespace.
+        """Follow the chunks of this client's namespace that this node's own tiers gain and lose.
 
-        Without *since*, or when what followed it is not kept any more, a page is ``cleared`` and
-        what is there comes first. A server serves 4 streams of a tenant.
+        Without *since*, or when events after it are no longer kept, a page is ``cleared`` and the
+        current chunks come first. A server serves 4 streams a tenant.
         """
         check_kind("since", since, Place, or_none=True)
         return EventStream(self._link, since)
@@ -592,7 +590,7 @@ class Client:
         return status_from_message(self._link.call("Status", pb.StatusRequest(), pb.StatusResponse))
 
     def drain(self) -> bool:
-        """Have the server refuse new work and save what it holds; True if all was saved."""
+        """Make the server refuse new work and flush what it holds; True if all was saved."""
         request = pb.DrainRequest(deadline_ms=self.options.deadline_ms)
         return self._link.call("Drain", request, pb.DrainResponse).clean
 

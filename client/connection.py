@@ -31,14 +31,14 @@ from kvstore.proto.errors import (
 from kvstore.proto.messages import ERROR_NAME, MESSAGE_BYTES
 
 SLACK_S = 0.05
-"""What a call may take beyond the deadline that the server was given."""
+"""How long a call may take beyond the deadline sent to the server."""
 _LEAST_S = 0.001
 _RETRIES_IN_CHILD = 2
-"""Of 200 children the first connection of one was closed while gRPC started anew (grpcio 1.76)."""
+"""In 1 of 200 children gRPC's restart closed the first connection (grpcio 1.76)."""
 _MEND_S = 10.0
 _FORKED = "the call was ended, as the process was forked: make it again"
 _NO_METHOD = "/kvstore.v1.KVStore/NoMethod"
-"""Refused by the thread that reads calls: no queue is before it, and it costs next to nothing."""
+"""The thread that reads calls refuses it: it waits in no queue and costs next to nothing."""
 _TRACE_API = "opentelemetry.trace"
 
 C = TypeVar("C", bound="Pooled")
@@ -49,9 +49,9 @@ Metadata: TypeAlias = "tuple[tuple[str, str], ...] | None"
 class Connection:
     """Calls to one server. Thread-safe.
 
-    Every method raises KVStoreErrors only: the server's own, TierUnavailableError when it
+    Every method raises KVStoreErrors only: those of the server, TierUnavailableError when it
     cannot be reached, DeadlineError when it does not answer in time, LeaseExpiredError in a child
-    of the process that made it.
+    of the process that opened it.
     """
 
     def __init__(
@@ -62,9 +62,9 @@ class Connection:
         access: Access = OPEN,
         usual_ms: int = 0,
     ) -> None:
-        """Connects later. *usual_ms* as the breaker's.
+        """Connects later. *usual_ms*: see CircuitBreaker.
 
-        Raises InvalidRequestError for what of *access* cannot be used.
+        Raises InvalidRequestError for unusable *access*.
         """
         self.address = address
         self.clock = clock
@@ -78,10 +78,10 @@ class Connection:
                 ("grpc.max_send_message_length", limit),
                 ("grpc.keepalive_time_ms", 30_000),
                 ("grpc.initial_reconnect_backoff_ms", 100),
-                # Also what making a connection may take, so that a busy server is not a dead one.
+                # Also the connect timeout: long enough for a busy server.
                 ("grpc.min_reconnect_backoff_ms", 2_000),
                 ("grpc.max_reconnect_backoff_ms", 2_000),
-                # Channels of the same options share a connection: a child has one of its own.
+                # Channels with equal options share a connection: a child needs its own.
                 ("kvstore.process", os.getpid()),
             ],
         )
@@ -99,7 +99,7 @@ class Connection:
 
         def work() -> Any:
             verb = getattr(self._stub, method)
-            if deadline_ms > WAITED_FOR_MS:  # so a fork may end it
+            if deadline_ms > WAITED_FOR_MS:  # a fork may end it
                 return self._ended_call(verb, request, until, metadata)
             with FORKS.calling(until.left_s()):
                 return verb(request, timeout=until.left_s(), metadata=metadata)
@@ -108,10 +108,10 @@ class Connection:
             try:
                 return self._tried(lambda: self._again(work), reply, until)
             except EndedByForkError:
-                continue  # the parent asks again, with what time is left
+                continue  # the parent retries within the remaining time
 
     def _again(self, work: Callable[[], Any]) -> Any:
-        """Do *work*, once more where gRPC may have lost the connection by itself."""
+        """Do *work*; retry it where gRPC may have lost the connection by itself."""
         try:
             return work()
         except grpc.RpcError as error:
@@ -152,9 +152,9 @@ class Connection:
     def begin_stream(
         self, method: str, request: Any, deadline_ms: int, *, is_idle: bool = False
     ) -> Any:
-        """Call *method*; ``next_of`` what is returned are its replies. Pair with ``end_stream``.
+        """Call *method*; ``next_of`` returns its replies. Pair with ``end_stream``.
 
-        A stream that is idle waits for what may never come: a fork ends it at once.
+        An idle stream may wait for ever: a fork ends it at once.
         """
         FORKS.check(self._process, "the connection")
         self.breaker.check()
@@ -166,7 +166,7 @@ class Connection:
                 until.left_s(),
                 is_idle=is_idle,
             )
-        except ValueError as error:  # grpc's answer to a closed channel
+        except ValueError as error:  # the channel is closed
             raise KVStoreError(f"the client is closed: {error}") from None
         with self._lock:
             self._streams[call] = until
@@ -183,12 +183,12 @@ class Connection:
                     raise EndedByForkError(_FORKED) from None
                 if call in self._streams:
                     raise
-                raise translate(error) from None  # we ended it: nothing to learn of the server
+                raise translate(error) from None  # ended here: no news of the server
 
         return self._tried(work, object, self._streams.get(call))
 
     def end_stream(self, call: Any) -> None:
-        """Cancel a stream; any thread may. Whoever waits for its next reply gets an error."""
+        """Cancel a stream; its ``next_of`` raises. Any thread may."""
         if self._process is not FORKS.process:
             return
         with self._lock:
@@ -196,11 +196,11 @@ class Connection:
         FORKS.end(call)
 
     def answers(self, within_s: float) -> bool:
-        """Whether the server says anything within so many seconds, of which it has no more than
-        a fork waits for; a refusal is as good.
+        """Return whether the server replies, if only by a refusal, within *within_s*, at most
+        WAITED_FOR_MS.
 
-        One that cannot be reached is not waited for either: its calls say so themselves. A fork
-        may take as long before it: that says nothing of the server, which has all of its time.
+        True for an unreachable server: its calls fail by themselves. The wait for a fork is not
+        counted against the server.
         """
         FORKS.check(self._process, "the connection")
         within_s = min(within_s, WAITED_FOR_MS / 1000)
@@ -237,10 +237,10 @@ class Connection:
         return result
 
     def _mend(self) -> None:
-        """Have gRPC poll until the channel is connected, without anybody waiting for it.
+        """Make gRPC reconnect the channel in the background.
 
-        gRPC connects only while a call waits. Calls on a broken channel fail too soon for that,
-        and a server that came back was found after 5 to 20 s (grpcio 1.76).
+        gRPC connects only while a call waits. Calls on a broken channel fail too soon for that:
+        without this it found a restarted server after 5 to 20 s (grpcio 1.76).
         """
         metadata = self._bearer.metadata()
         with self._lock:
@@ -251,10 +251,10 @@ class Connection:
                     lambda: self._stub.Status.future(
                         pb.StatusRequest(), timeout=_MEND_S, wait_for_ready=True, metadata=metadata
                     ),
-                    within_s=0.0,  # while the process forks the next call that fails does it
+                    within_s=0.0,  # during a fork it is left to the next failed call
                     is_idle=True,
                 )
-            except (ValueError, KVStoreError):  # closed meanwhile, in a child, or it forks
+            except (ValueError, KVStoreError):  # closed meanwhile, in a child, or during a fork
                 return
         call.add_done_callback(FORKS.end)
 
@@ -265,8 +265,8 @@ class Connection:
 
 @dataclass(frozen=True, slots=True)
 class Until:
-    """By when a call is over that began at *since_s*, of *clock*: after *deadline_ms*, with SLACK_S
-    for the answer.
+    """The end of a call that began at *since_s* of *clock*: *deadline_ms* later, plus SLACK_S for
+    the answer.
     """
 
     deadline_ms: int
@@ -275,18 +275,18 @@ class Until:
 
     @property
     def at_s(self) -> float:
-        """When that is."""
+        """The end, in seconds of *clock*."""
         return self.since_s + self.deadline_ms / 1000 + SLACK_S
 
     def left_s(self, least_s: float = _LEAST_S) -> float:
-        """Return how long to wait for an answer."""
+        """Return how long to wait for an answer, at least *least_s*."""
         left_s = self.since_s + self.deadline_ms / 1000 + SLACK_S - self.clock()
         return left_s if left_s > least_s else least_s
 
     def left_ms(self, least_ms: int = 0) -> int:
-        """Return the deadline of the next of several calls, or of one in its place.
+        """Return the deadline of the next of several calls, or of a retry.
 
-        Raises DeadlineError once nothing is left and there is no *least_ms*.
+        With no time left it returns *least_ms*, or raises DeadlineError if that is 0.
         """
         left = self.deadline_ms - round(1000 * (self.clock() - self.since_s))
         if left < 1:
@@ -298,10 +298,10 @@ class Until:
 
 
 class CircuitBreaker:
-    """Open for a while after the server did not answer, so that a dead one costs once.
+    """Open for *retry_after_ms* after the server did not answer, so that a dead one costs once.
 
     Thread-safe. *clock* returns monotonic seconds. A late call opens it once calls have waited for
-    half of *usual_ms* since the last answer: one of a short timeout says little of the server.
+    half of *usual_ms* since the last answer, as a short timeout is weak evidence.
     """
 
     def __init__(self, retry_after_ms: int, clock: Callable[[], float], usual_ms: int = 0) -> None:
@@ -310,10 +310,10 @@ class CircuitBreaker:
         self._patience_s = usual_ms / 2000
         self._until = 0.0
         self._late_s = 0.0
-        """How long late calls have waited since the last answer; those at once count once."""
+        """How long late calls have waited since the last answer; concurrent ones count once."""
         self._late_at_s = -math.inf
-        """When the last of them was over."""
-        # A weak reference: an error holds the frames that it passed, and so its client.
+        """When the last of them ended."""
+        # A weak reference: an error holds its traceback, and so its client.
         self._opened_by: weakref.ref[KVStoreError] | None = None
 
     @property
@@ -328,7 +328,7 @@ class CircuitBreaker:
             raise TierUnavailableError("server", f"did not answer; tried again in {left_s:.1f} s")
 
     def note(self, error: KVStoreError | None, until: Until | None = None) -> bool:
-        """Note how a call went: None, or its error. Return whether that opened the breaker."""
+        """Record the error of a call, or None. Return whether that opened the breaker."""
         is_late = isinstance(error, DeadlineError)
         if is_late and until is not None:
             now_s = self._clock()
@@ -345,14 +345,14 @@ class CircuitBreaker:
         return is_silent
 
     def note_whole(self, error: DeadlineError, granted_ms: int) -> None:
-        """Note that a call failed whose requests had *granted_ms* in all. Where no answer came
-        since one of them was late, that counts as the whole.
+        """Record a failed call whose requests had *granted_ms* in all: without any answer since one
+        of them was late, all of that counts.
         """
         if self._late_s and granted_ms / 1000 >= self._patience_s:
             self.note(error)
 
     def take_back(self, error: DeadlineError) -> None:
-        """Close it if it was *error* that opened it: the call says nothing of the server."""
+        """Close it if *error* opened it: the server was not at fault."""
         if self._opened_by is not None and self._opened_by() is error:
             self.note(None)
 
@@ -361,21 +361,21 @@ class Pooled(Protocol):
     """A connection of a Pool."""
 
     def is_broken(self) -> bool:
-        """Whether it is of no use for another call, as it lay idle."""
+        """Whether the idle connection has become unusable."""
 
     def wake(self, error: KVStoreError) -> None:
-        """Give the call that waits on it *error*. For any thread."""
+        """Fail the call that waits on it with *error*. For any thread."""
 
     def close(self) -> None:
-        """Hang up."""
+        """Close the connection."""
 
 
 class Pool(Generic[C]):
-    """Connections of one session, for one call at a time each: *limit* at most. Thread-safe.
+    """Up to *limit* connections of one session, for one call at a time each. Thread-safe.
 
-    *dial* connects one within the seconds it is given, *dial_s* at most, and says which before it
-    waits for the server, so that the wait can be ended. After it failed, no call waits for it:
-    one is connected beside them, tried again *rest_s* after that failed, too.
+    *dial* connects one within the seconds it is given, *dial_s* at most, and passes it to its
+    callback before it waits for the server, so that ``hang_up`` can end the wait. After a failure
+    calls do not dial: a thread does, at most once per *rest_s*.
     """
 
     def __init__(
@@ -393,18 +393,18 @@ class Pool(Generic[C]):
         self._clock = clock
         self.idle: list[C] = []
         self.busy: set[C] = set()
-        """Those that a call has, or that are being let in."""
+        """Those in use by a call, or connecting."""
         self._is_closed = False
         self._dialling = 0
-        """Those to come that are not among the busy."""
+        """How many dials have begun that are not yet in ``busy``."""
         self._has_failed = self._is_beside = False
-        """Whether the last dial did, and whether one is connected beside the calls."""
+        """Whether the last dial failed, and whether a thread dials."""
         self._rests_until_s = -math.inf
         self._lock = threading.Lock()  # guards the seven above
 
     def take(self, within_s: float) -> C | None:
-        """Return a connection for one call, connected within so many seconds if none is idle; None
-        where there are as many as may be, or no time, or it rests. Raises what ``dial`` does.
+        """Return a connection for one call, dialled within *within_s* if none is idle; None at the
+        limit, without time, or after a failed dial. Raises the errors of ``dial``.
         """
         while self.idle:
             with self._lock:
@@ -470,14 +470,14 @@ class Pool(Generic[C]):
         return made
 
     def is_ready(self) -> bool:
-        """Whether a call would be given one now; else one is connected beside the calls."""
+        """Whether a call would get one now; if not, a thread dials one."""
         one = self.take(0.0)
         if one is not None:
             self.give_back(one, is_clean=True)
         return one is not None
 
     def give_back(self, one: C, *, is_clean: bool) -> None:
-        """Take back a connection; one whose call did not come to its end is closed."""
+        """Take back a connection; close it if its call did not end cleanly."""
         with self._lock:
             self.busy.discard(one)
             if is_clean and not self._is_closed:
@@ -486,21 +486,21 @@ class Pool(Generic[C]):
         one.close()
 
     def hang_up(self, error: KVStoreError) -> None:
-        """Give *error* to each call that waits on one of them."""
+        """Fail each call that waits on one of them with *error*."""
         with self._lock:
             for one in self.busy:
                 one.wake(error)
 
     def leave(self) -> None:
         """In a child: close its descriptors, and send nothing over the parent's connections."""
-        self._lock = threading.Lock()  # another thread may have had it
+        self._lock = threading.Lock()  # another thread may have held it
         self._is_closed = True
         for one in (*self.idle, *self.busy):
             one.close()
         self.idle = []
 
     def close(self) -> None:
-        """Close the idle ones; calls at work end. Idempotent."""
+        """Close the idle ones and fail the calls in progress. Idempotent."""
         with self._lock:
             self._is_closed = True
             idle, self.idle = self.idle, []
@@ -510,12 +510,12 @@ class Pool(Generic[C]):
 
 
 def is_gone(error: BaseException) -> bool:
-    """Whether *error* says that the server itself, not one of its tiers, cannot be reached."""
+    """Whether *error* means that the server itself, not one of its tiers, cannot be reached."""
     return isinstance(error, TierUnavailableError) and str(error).startswith("tier 'server'")
 
 
 def translate(error: grpc.RpcError) -> KVStoreError:
-    """Return the store's error that a failed call stands for."""
+    """Return the store's error for a failed call."""
     code, details = error.code(), error.details() or ""
     metadata: Any = error.trailing_metadata() or ()
     names = [value for name, value in metadata if name == ERROR_NAME]
@@ -533,12 +533,12 @@ def translate(error: grpc.RpcError) -> KVStoreError:
 
 
 def traced(metadata: Metadata) -> Metadata:
-    """Return *metadata* with the current span as W3C's ``traceparent``, if there is one.
+    """Return *metadata* with the current span as W3C ``traceparent``, if there is one.
 
-    OpenTelemetry is not loaded for it: where the program did not, there is none.
+    It does not import OpenTelemetry: without it in the program there is no span.
     """
     current = getattr(sys.modules.get(_TRACE_API), "get_current_span", None)
-    if current is None:  # or another thread is just loading it
+    if current is None:  # or another thread is importing it
         return metadata
     span = current().get_span_context()
     if not span.is_valid:

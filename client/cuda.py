@@ -1,9 +1,8 @@
-"""The cuda transport: frames from the server's GPU memory, and its CPU memory, into an engine's
-pages on the same device.
+"""The cuda transport: frames from the server's GPU or CPU memory into pages on an engine's device.
 
-Rows go from the mapped arena into the pages in one kernel, without a copy in between, which makes
-the frame's checksums as they pass. Frames of CPU memory are copied to the device first, straight
-out of the server's slabs. torch is imported here.
+One kernel moves rows from the mapped arena into the pages, without a copy in between, and computes
+the frame's checksums on the way. Frames of CPU memory are first copied to the device, directly
+from the server's slabs. torch is imported here.
 """
 
 from __future__ import annotations
@@ -53,7 +52,7 @@ from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, PutOutcome
 from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, unpack_places
 
 MAX_FRAMES = 64
-"""Of one call; a put of more takes several."""
+"""Limit of one PutDevice call; a larger put takes several."""
 T = TypeVar("T")
 
 logger = structlog.get_logger(__name__)
@@ -62,7 +61,7 @@ logger = structlog.get_logger(__name__)
 def open_arena(terms: SessionTerms, slabs: Slabs) -> Imported:
     """Map the memory of the server's gpu tier.
 
-    Raises TierUnavailableError when it has none, or this process does not see its device.
+    Raises TierUnavailableError when it has none, or its device is not visible here.
     """
     if not terms.arena_device:
         raise TierUnavailableError("cuda", "the server shares no GPU memory: start it with gpu")
@@ -86,10 +85,10 @@ def _device_called(identity: str) -> torch.device:
 
 
 class DeviceRing:
-    """Memory that puts go out of: what ``device.allocate`` returned. Thread-safe.
+    """Memory of ``device.allocate`` that puts read from. Thread-safe.
 
-    Every server that it is put to maps it. It is released only once the clients that put out of
-    it are closed.
+    Each server that is put to maps it. Release it only once the clients that put from it are
+    closed.
     """
 
     def __init__(self, device: Device, memory: torch.Tensor) -> None:
@@ -98,11 +97,11 @@ class DeviceRing:
         self.stream = device.stream()
         self._kernels = open_kernels(memory.device)
         self._answers: dict[int, str] = {}
-        """By session, why its server does not map it; empty where it does."""
+        """By session, why its server does not map the ring; empty if it does."""
         self._lock = threading.Lock()
 
     def register(self, transport: ShmTransport) -> str:
-        """Have the server map it, once a session; return why it does not, or nothing."""
+        """Request, once a session, that the server map it; return why it does not, or ""."""
         session_id = transport.session.terms.session_id
         with self._lock:
             reason = self._answers.get(session_id)
@@ -130,9 +129,9 @@ class DeviceRing:
     def headers(
         self, representation: bytes, chunks: Sequence[DeviceChunk], written: Event
     ) -> list[FrameHeader]:
-        """Return the headers of *chunks*, which are there once *written* is over.
+        """Return the headers of *chunks*, which are in the ring once *written* is done.
 
-        Waits until the device has summed them. Raises InvalidRequestError for a place outside.
+        Waits until the device has summed them. Raises InvalidRequestError for an offset outside.
         """
         bare = [raw_header(chunk.template(representation, chunk.layout)) for chunk in chunks]
         for chunk, header in zip(chunks, bare, strict=True):
@@ -163,7 +162,7 @@ def _put_batch(
 ) -> list[Put]:
     session = transport.session
     headers = ring.headers(session.representation_digest, chunks, written)
-    event = ring.stream.record(shared=True)  # kept until the server has answered
+    event = ring.stream.record(shared=True)  # kept until the server has replied
     request = pb.PutDeviceRequest(
         session_id=session.terms.session_id,
         headers=[pack_header(header) for header in headers],
@@ -178,12 +177,12 @@ def _put_batch(
 
 
 class CudaTransport(ShmTransport):
-    """Shared memory, and the memory of the device that the server's gpu tier is on.
+    """Shared memory, and the device memory of the server's gpu tier.
 
-    Where the server shares none, or this process does not see its device, ``arena`` is None and
-    ``without_arena`` says why: frames then come from CPU memory. What is mapped of the device
-    stays so until the transport is closed and the last get that was at work then has ended: a
-    kernel that reads what is mapped no more takes the engine's context with it.
+    If the server shares none, or its device is not visible here, ``arena`` is None and
+    ``without_arena`` is the reason: frames then come from CPU memory. Device memory stays mapped
+    until the transport is closed and its last get has ended: a kernel that reads unmapped memory
+    destroys the engine's CUDA context.
     """
 
     name = "cuda"
@@ -192,7 +191,7 @@ class CudaTransport(ShmTransport):
         super().__init__(session, within_s)
         self._registration: Registration | None = None
         self._users = 1
-        """Gets at work, and this transport itself until it is closed."""
+        """Gets in progress, and this transport itself until it is closed."""
         self._is_closed = False
         # Guards the three above.
         self._users_lock = Lock()
@@ -209,7 +208,7 @@ class CudaTransport(ShmTransport):
             raise
         whole = KVLayout.of(session.representation, session.options.chunk_tokens)
         self.head_bytes = header_bytes(whole)
-        """Of a raw frame, whatever its tokens."""
+        """Header size of a raw frame of any number of tokens."""
 
     def shares(self, device: torch.device) -> bool:
         """Whether the server's gpu tier is on *device*."""
@@ -223,7 +222,7 @@ class CudaTransport(ShmTransport):
         reader: DeviceReader,
         least: Accuracy = Accuracy.exact,
     ) -> Iterator[Iterator[Run]]:
-        """Enter to iterate frames as ``get`` does, those in memory where they lie."""
+        """Enter to iterate frames as ``read`` does, those in memory in place."""
         is_shared = self.shares(reader.ring.device)
         via = pb.VIA_DEVICE if is_shared else pb.VIA_SHARED_MEMORY
         request = self.request(ReadPlan(digests, 0, deadline_ms, least), via)
@@ -231,12 +230,12 @@ class CudaTransport(ShmTransport):
             try:
                 yield self._arriving_near(self.replies(stack, request), reader)
             finally:
-                # What is queued may read memory of the lease, and writes into the caller's.
+                # Queued work may read leased memory, and writes to the caller's.
                 reader.wait()
 
     @contextmanager
     def _mapped(self) -> Iterator[None]:
-        """Keep what is mapped until this is left. Raises LeaseExpiredError once it is closed."""
+        """Keep memory mapped while entered. Raises LeaseExpiredError once it is closed."""
         with self._users_lock:
             if self._is_closed:
                 raise LeaseExpiredError("the connection to the server was closed; ask once more")
@@ -257,7 +256,7 @@ class CudaTransport(ShmTransport):
                 self.arena.close()
 
     def registration_for(self, device: Device) -> Registration:
-        """Return what has *device* copy straight out of slabs."""
+        """Return the registration of slabs with *device*."""
         with self._users_lock:
             if self._registration is None:
                 self._registration = Registration(device)
@@ -312,17 +311,17 @@ class CudaTransport(ShmTransport):
 
 
 class CudaClient(Client):
-    """A Client whose frames also go straight into pages on a device, ``read_on_device``, and out
-    of its memory, ``put_on_device``.
+    """A Client that also reads frames into pages on a device, ``read_on_device``, and puts from
+    its memory, ``put_on_device``.
 
-    That takes a server on this host, and is fastest where its gpu tier is on the same device.
+    Both need a server on this host, and are fastest if its gpu tier is on the same device.
     """
 
     shared_memory = CudaTransport
 
     @property
     def is_gpu_tier_far(self) -> bool:
-        """Whether the server has a gpu tier that is out of reach, as far as is known."""
+        """Whether the server has a gpu tier that cannot be mapped here, as last known."""
         transport = self._link.transport
         return (
             isinstance(transport, CudaTransport)
@@ -331,7 +330,7 @@ class CudaClient(Client):
         )
 
     def end_session(self) -> None:
-        """End the session, so that no server maps a ring any more; the next call opens another."""
+        """End the session, so that no server maps a ring; the next call opens another."""
         self._link.end_session()
 
     def put_on_device(
@@ -341,11 +340,11 @@ class CudaClient(Client):
         written: Event,
         hints: Hints = NO_HINTS,
     ) -> list[Put]:
-        """Put *chunks* out of *ring*, which is written once *written* is over.
+        """Put *chunks* from *ring*, which is complete once *written* is done.
 
-        Return what became of each. What the server has no room or no device for is ``refused``:
-        put it through host memory. Once this returns the slots are free. After an error the
-        server may still read them: what it copies then is refused, whatever they hold. Raises
+        Return the outcome of each. A chunk is ``refused`` when the server has no space or no device
+        for it: put it through host memory. On return the slots are free. After an error the
+        server may still read them, and refuses what it copies then, whatever they hold. Raises
         LayoutMismatchError before anything is sent.
         """
         for chunk in chunks:
@@ -377,15 +376,13 @@ class CudaClient(Client):
         *,
         accuracy: Accuracy = Accuracy.exact,
     ) -> int:
-        """Read the longest prefix of *keys* that is there in time straight into pages on the
-        device.
+        """Read the longest prefix of *keys* that arrives in time into pages on the device.
 
         *keys* are those of a request from its first token on. Return how many chunks were read
-        and verified: all work on them is done then. Slots of the chunks past them may have been
-        written to and are not to be used. No page is written before *after*. *arrived* is called
-        for each run of frames that came. Below an exact *accuracy* any of them may be restored
-        from a lossy copy, as in ``get``. Raises TierUnavailableError where the server is not on
-        this host.
+        and verified: all work on them is done. Slots of later chunks may have been written to; do
+        not use them. No page is written before *after*. *arrived* is called for each run of frames
+        received. Below an exact *accuracy* any chunk may be restored from a lossy copy, as in
+        ``get``. Raises TierUnavailableError if the server is not on this host.
         """
 
         def work(transport: Transport, left_ms: LeftMs) -> int:
@@ -407,7 +404,7 @@ class CudaClient(Client):
         try:
             with ExitStack() as stack:
                 reading.run(_noted(self._arriving(stack, transport, left_ms, reading), arrived))
-        except RuntimeError as error:  # what torch and cupy raise
+        except RuntimeError as error:  # from torch or cupy
             reason = str(error).partition("\n")[0]
             raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
         if reading.broken is not None:
@@ -417,7 +414,7 @@ class CudaClient(Client):
     def _arriving(
         self, stack: ExitStack, transport: CudaTransport, left_ms: LeftMs, reading: Reading
     ) -> Iterator[Run]:
-        """Yield what arrives, a batch at a time; the leases of all of them end with *stack*."""
+        """Yield frames as they arrive, a batch at a time; *stack* ends the leases of all."""
         terms, count = transport.session.terms, 0
         digests = packed(reading.keys, terms.namespace)
         for first, some in digest_batches(digests, terms.max_batch_chunks):

@@ -1,7 +1,7 @@
 """Chunks of a prompt at the levels that a deadline leaves time for.
 
-Bytes of stored frames come as ``client/planning.py`` plans them: first what each chunk needs at
-least, then refinements, with a new plan after every batch. What came by the deadline is used.
+Bytes of stored frames are fetched as ``client/planning.py`` plans: first the minimum of each chunk,
+then refinements, with a new plan after every batch. All that arrives by the deadline is used.
 """
 
 from __future__ import annotations
@@ -45,16 +45,16 @@ from kvstore.proto.messages import accuracy_number
 from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChunkKey, KVLayout, Stated
 
 SLOW_BATCH_S = 4 * planning.BATCH_S
-"""One that takes so long says something of the link, however small it is."""
+"""A batch that takes this long is a sample of the link's bandwidth, however small it is."""
 BATCH_PIECES = 16
 LEAST_PIECE_BYTES = 16 << 10
-"""A batch comes in so many pieces, or in pieces of so many bytes: each is of use alone."""
+"""A batch is cut into at most this many pieces, of at least this many bytes, each usable alone."""
 LEAST_MEASURED_BYTES = 64 << 10
-"""Of less, what a transfer takes says nothing about the link's bandwidth."""
+"""A smaller transfer, unless slow, is no sample of the link's bandwidth."""
 RELEASE_MS = 1000
 LEAST_WAIT_S = 0.001
 MAX_LEVELS = 4
-"""Of frames whose headers are requested in one go; frames of more levels are computed."""
+"""Headers are requested with room for this many levels; chunks with more are recomputed."""
 _OF_THE_ROOM = (InvalidRequestError, LayoutMismatchError)
 _NOTHING = (planning.RECOMPUTE, Stated(Accuracy.approximate))
 _Decoding: TypeAlias = "Future[tuple[int, Stated]]"
@@ -62,9 +62,9 @@ _Decoding: TypeAlias = "Future[tuple[int, Stated]]"
 
 @dataclass(frozen=True, slots=True)
 class Levelled:
-    """What became of each chunk: ``levels[i]`` is the level in which it was read, 0 for the base,
-    or RECOMPUTE. ``stated[i]`` is what the copy states; what is not exact is never to be put, nor
-    what is computed from it.
+    """The outcome of each chunk: ``levels[i]`` is the level at which it was read, 0 for the base,
+    or RECOMPUTE. ``stated[i]`` is the accuracy that the copy states. Never put a copy that is not
+    exact, nor anything computed from it.
     """
 
     levels: tuple[int, ...]
@@ -77,7 +77,7 @@ class Levelled:
 
 
 class StoredFrame:
-    """The first bytes of a chunk's frame, as they come. ``chunk`` is what they promise."""
+    """The prefix of a chunk's frame that has arrived. ``chunk`` describes the frame's levels."""
 
     def __init__(self, key: ChunkKey, layout: KVLayout) -> None:
         self.key = key
@@ -89,12 +89,12 @@ class StoredFrame:
 
     @property
     def reached(self) -> int:
-        """The highest level that is here whole, as the plan counts them; else MISSING."""
+        """The highest level that has arrived whole, as the plan counts levels; else MISSING."""
         return self.chunk.reached(self.arrived_bytes)
 
     def open(self, head: Bytes, representation: bytes, least: Accuracy) -> None:
-        """Read the header at the start of *head*. A copy that states less than *least* has no
-        level that can be loaded. Raises InvalidFrameError, ChunkCorruptError.
+        """Parse the header at the start of *head*. A copy less accurate than *least* has no level
+        to load. Raises InvalidFrameError, ChunkCorruptError.
         """
         header = parse_header(head)
         if header.key != self.key or header.representation != representation:
@@ -109,16 +109,16 @@ class StoredFrame:
         self.add(0, head)
 
     def add(self, offset: int, data: Bytes) -> None:
-        """Take bytes that begin at *offset*; only what follows those that are here is of use."""
+        """Append *data* if it continues the bytes received so far; ignore it otherwise."""
         if offset == self.arrived_bytes:
             data = data[: len(self._data) - offset]
             copy_bytes(self._data[offset : offset + len(data)], data)
             self.arrived_bytes += len(data)
 
     def decode(self, reached: int, out: AnyTensors) -> int:
-        """Verify and decode what is here into *out*; return the frame's own number of the level.
+        """Verify and decode level *reached* into *out*; return the frame's own number of it.
 
-        Raises what is in ``WRONG``, UnknownCodecError.
+        Raises the errors in ``WRONG``, UnknownCodecError.
         """
         assert self.header is not None
         prefix = self._data[: self.chunk.end_bytes[reached]]
@@ -133,11 +133,10 @@ class StoredFrame:
 
 
 class LevelledGet:
-    """One get of the chunks of a prompt, all as long as a chunk is, into *room*. Used once.
+    """One get of a prompt's chunks, all of full length, into *room*. Used once.
 
-    One thread loads, the link's reader decodes. *compute*, if there is one, is given chunks to
-    compute meanwhile in the thread that calls ``run``. A store that is late or wrong makes chunks
-    to be computed, never an error.
+    One thread loads; the link's reader decodes. Meanwhile ``run`` passes *compute*, if given,
+    chunks to compute. A store that is late or wrong leaves chunks to compute; it never raises.
     """
 
     def __init__(
@@ -157,42 +156,42 @@ class LevelledGet:
         self._frames = [StoredFrame(key, layout) for key in keys]
         self._header_bytes = header_bytes(layout, MAX_LEVELS)
         self.left_ms = Until(terms.deadline_ms).left_ms
-        """Return the rest of the deadline, for calls. Raises DeadlineError when it is over."""
+        """Return the milliseconds left for a call. Raises DeadlineError when none are."""
         self._clock = link.meters.clock
         self._started_s = self._clock()
         self._leases: Sequence[int] = ()
-        """One for each batch of chunks of which any is ready."""
+        """One for each batch with a ready chunk."""
         self._digests = b""
-        """Of the chunks under a lease."""
+        """The digests of the leased chunks."""
         self._batch_bytes = planning.FIRST_BATCH_BYTES
-        """What a batch may have at most."""
+        """The limit of the next batch."""
         self._found: planning.Plan | None = None
         self._planned_s = 0.0
         self._claimed = 0
-        """How many of the first chunks the engine has begun."""
+        """How many chunks, from the first on, the engine has started."""
         self._engine_s = 0.0
-        """Until when it is busy with them, from the start on; 0 before it begins."""
+        """When the engine finishes them, in seconds since the start; 0 before it starts."""
         self._begin_s = math.inf
-        """When it begins, whatever comes."""
+        """When the engine starts at the latest."""
         self._is_over = self._is_finished = False
-        """Whether nothing more comes, and whether what came is being decoded."""
+        """Whether loading has ended, and whether the final decode has begun."""
         self._changed = threading.Condition()
-        """Guards the seven above, of which the loader writes three."""
+        """Guards the seven fields above."""
         self._decoding: dict[int, tuple[int, _Decoding]] = {}
-        """The level at which each chunk is being decoded, or was."""
+        """By chunk, the level of its last decode, and that decode."""
         self._damaged: list[ChunkKey] = []
         self._result: Future[Levelled] = Future()
 
     def run(self) -> Levelled:
-        """Read what is worth it, until the deadline; return what came. Raises what ``compute`` or
-        the room raises, LayoutMismatchError for tensors that are not the chunk's.
+        """Read the chunks worth loading until the deadline. Raises any error of ``compute`` or
+        the room, and LayoutMismatchError for tensors that do not fit the chunk.
         """
         check_by_layers(self._link)
         if not self._keys:
             return Levelled((), ())
         terms = self._link.connected(self.left_ms).session.terms
-        packed(self._keys, terms.namespace)  # which refuses those of others
-        load = partial(copy_context().run, self._load)  # the caller's trace goes along
+        packed(self._keys, terms.namespace)  # raises for keys of another namespace
+        load = partial(copy_context().run, self._load)  # with the caller's trace context
         threading.Thread(target=load, name="kvstore-levels", daemon=True).start()
         try:
             return self._found_beside(self._compute) if self._compute else self._result.result()
@@ -206,10 +205,10 @@ class LevelledGet:
             compute(some)
             computed = some.stop
         if computed == len(self._frames):
-            self._end()  # nobody waits for the loader
+            self._end()  # the loader's result is not needed
             return self._levelled({})
         wait([self._result], max(0.0, self._left_s()))
-        if not self._result.done():  # it waits for what the engine has computed by now
+        if not self._result.done():  # the loader still waits for chunks computed by now
             self._finish()
         return self._result.result()
 
@@ -223,7 +222,7 @@ class LevelledGet:
         wait([work for _, work in self._decoding.values()])
 
     def _load(self) -> None:
-        """Read by plan after plan, until the deadline or nothing is worth it."""
+        """Plan and fetch batches until the deadline, or until nothing is worth loading."""
         transport: Transport | None = None
         try:
             transport, ready = self._leased()
@@ -236,7 +235,7 @@ class LevelledGet:
                     break
                 self._decode_planned()
         except KVStoreError:
-            pass  # what came before it is used
+            pass  # what arrived before is used
         finally:
             try:
                 self._finish()
@@ -249,13 +248,13 @@ class LevelledGet:
                         self._link.quarantine(transport, key, left_ms)
 
     def _finish(self) -> None:
-        """Decode what came, for ``run`` to return, unless another thread does, or has."""
+        """Decode what has arrived and set the result, unless another thread has begun to."""
         with self._changed:
             if self._is_finished:
                 return
-            self._is_finished = self._is_over = True  # what is claimed now is none of these
+            self._is_finished = self._is_over = True  # later claims are none of these
             computed, stop = self._claimed, len(self._frames)
-            if self._plain_terms.loads_first:  # of use is only a prefix
+            if self._plain_terms.loads_first:  # only a prefix is usable
                 stop = next((at for at in range(stop) if not self._is_here(at)), stop)
             for at in range(computed, stop):
                 self._decode(at)
@@ -264,7 +263,7 @@ class LevelledGet:
         errors = [error for work in works.values() if (error := work.exception()) is not None]
         for error in errors:
             if not isinstance(error, KVStoreError) or isinstance(error, _OF_THE_ROOM):
-                self._result.set_exception(error)  # the room's
+                self._result.set_exception(error)  # from the caller's tensors
                 return
         found = {at: work.result() for at, work in works.items()} if not errors else {}  # cancelled
         self._result.set_result(self._levelled(found))
@@ -274,15 +273,15 @@ class LevelledGet:
         return Levelled(tuple(level for level, _ in of), tuple(stated for _, stated in of))
 
     def _end(self) -> None:
-        """Load nothing more, and let who waits for it know. Any thread may call."""
+        """Stop loading and wake the waiting threads. Any thread may call."""
         with self._changed:
             self._is_over = True
             self._changed.notify_all()
 
-    # --- what the engine computes meanwhile
+    # --- chunks that the engine computes
 
     def _claim(self) -> range:
-        """Wait until there is something to compute; return which chunks; none once others come."""
+        """Wait for chunks to compute and return them; none once the others are loaded."""
         with self._changed:
             while True:
                 first, now_s = self._claimed, self._elapsed_s()
@@ -298,13 +297,13 @@ class LevelledGet:
                 self._changed.wait(max(until_s - now_s, LEAST_WAIT_S))
 
     def _claimable(self, now_s: float) -> tuple[int, float]:
-        """Return how many chunks the engine is to begin now, and when to look again."""
+        """Return how many chunks the engine is to start now, and when to check again."""
         rest = range(self._claimed, len(self._frames))
         missing = sum(1 for _ in takewhile(lambda at: not self._is_here(at), rest))
         if self._is_over or not missing:
             return missing, now_s
         progress = self._progress()
-        # Not put off by what comes: where it stops coming, the time would be missed.
+        # Arrivals do not postpone it: if they stop, the engine would start too late.
         self._begin_s = min(self._begin_s, progress.wait_until_s())
         found = self._found
         is_wanted = found is not None and planning.RECOMPUTE in found.actions[self._claimed :]
@@ -319,7 +318,7 @@ class LevelledGet:
     def _is_here(self, at: int) -> bool:
         return self._frames[at].reached >= 0
 
-    # --- what is loaded
+    # --- loading
 
     def _leased(self) -> tuple[Transport, int]:
         least = self._plain_terms.least
@@ -333,7 +332,7 @@ class LevelledGet:
         return self._clock() - self._started_s
 
     def _left_s(self) -> float:
-        """Return how long to wait for what comes next, at most."""
+        """Return how long to wait for the next piece at most."""
         if self._is_over:
             return 0.0
         progress = self._progress()
@@ -341,12 +340,12 @@ class LevelledGet:
         if self._plain_terms.prefill is None:
             return until_s - now_s - SLACK_S
         if progress.is_beside and planning.MISSING in progress.levels:
-            # The engine begins by then, and all that comes before it is done is of use.
+            # The engine starts by then; all that arrives before it finishes is of use.
             until_s = max(now_s, self._engine_s or until_s) + progress.left_s()
         return until_s - now_s
 
     def _progress(self) -> planning.Progress:
-        """Return how far the get is, with the speed of decoding as this client has seen it."""
+        """Return the progress of the get, with the decode speed that this client measured."""
         levels = [
             planning.RECOMPUTE if at < self._claimed else frame.reached
             for at, frame in enumerate(self._frames)
@@ -369,7 +368,7 @@ class LevelledGet:
         return begun is not None and begun[0] == level and begun[1].done()
 
     def _next_batch(self) -> list[planning.Fetch]:
-        """Plan; return what to request next: as much as the link takes BATCH_S for."""
+        """Plan; return what to request next: as much as the link carries in BATCH_S."""
         link, progress = self._link.meters.link.estimate(), self._progress()
         found = progress.plan(link)
         with self._changed:
@@ -381,7 +380,7 @@ class LevelledGet:
         return self._progress().next_batch(found, arrived_bytes, budget_bytes)
 
     def _fetch(self, transport: Transport, batch: Sequence[planning.Fetch], left_s: float) -> bool:
-        """Request *batch*; return whether anything came."""
+        """Request *batch*; return whether bytes arrived and nothing failed."""
         started_s = self._clock()
         end_s = started_s + left_s
         size_bytes = head_bytes = 0
@@ -394,23 +393,23 @@ class LevelledGet:
                     if not head_bytes:
                         head_bytes, head_s = size_bytes, self._clock()
                     if self._clock() >= end_s or self._is_over:
-                        break  # what came is of use
+                        break  # what has arrived is used
             is_over = False
         except DeadlineError as error:
-            # It answered the lookup: its link is slow, and the next call is not to pay for that.
+            # The server answered the lookup, so only its link is slow: the breaker stays closed.
             transport.session.connection.breaker.take_back(error)
         except KVStoreError:
-            pass  # what came before it is used
+            pass  # what arrived before is used
         if size_bytes >= LEAST_MEASURED_BYTES:
             self._link.meters.link.observe(size_bytes, self._clock() - started_s)
-        elif self._clock() - started_s >= SLOW_BATCH_S:  # by what came behind the first piece
+        elif self._clock() - started_s >= SLOW_BATCH_S:  # measured behind the first piece
             self._link.meters.link.observe(size_bytes - head_bytes, self._clock() - head_s)
         return size_bytes > 0 and not is_over
 
     def _pieces(
         self, transport: Transport, batch: Sequence[planning.Fetch], left_s: float
     ) -> Generator[Arrival, None, None]:
-        """Yield the pieces of *batch* in its order, by requests for chunks under one lease each."""
+        """Yield the pieces of *batch* in order; each request is under one lease."""
         left_ms = Until(max(1, min(int(1000 * left_s), MAX_DEADLINE_MS))).left_ms
         least = self._plain_terms.least
         limit = transport.session.terms.max_batch_chunks
@@ -437,15 +436,15 @@ class LevelledGet:
             session = transport.session
             frame.open(data, session.representation_digest, self._plain_terms.least)
         except InvalidFrameError:
-            pass  # a header longer than was requested, or damage: computed, either way
+            pass  # a header longer than requested, or a damaged one: recomputed either way
         except ChunkCorruptError:
             self._damaged.append(frame.key)
         return len(data)
 
-    # --- what came
+    # --- decoding
 
     def _decode_planned(self) -> None:
-        """Have what is as the plan wants it decoded beside the next batch."""
+        """Decode chunks that have reached their planned level, during the next batch."""
         assert self._found is not None
         with self._changed:
             if self._is_finished:
@@ -455,9 +454,7 @@ class LevelledGet:
                     self._decode(at)
 
     def _decode(self, at: int) -> None:
-        """Have a chunk decoded at the level that it has reached, unless it is, or the client is
-        closed.
-        """
+        """Start to decode a chunk at the level it has reached, unless that was done before."""
         reached = self._frames[at].reached
         before = self._decoding.get(at)
         if reached < 0 or (before is not None and before[0] == reached):
@@ -468,22 +465,22 @@ class LevelledGet:
             self._decoding[at] = reached, work
 
     def _decoded(self, at: int, reached: int, after: _Decoding | None) -> tuple[int, Stated]:
-        before = _NOTHING if after is None else after.result()  # which writes to the same room
+        before = _NOTHING if after is None else after.result()  # it writes to the same tensors
         frame, started_s, terms = self._frames[at], self._clock(), self._plain_terms
         header = frame.header
         assert header is not None
         if self._elapsed_s() >= terms.deadline_s + SLACK_S and terms.prefill is None:
             return before
         if terms.prefill is not None and self._decoding.get(at, (reached,))[0] > reached:
-            return before  # a finer level has come meanwhile, and is next
+            return before  # a finer level has arrived and is decoded next
         try:
             level = frame.decode(reached, self._room(at, header.layout))
         except WRONG:
             self._damaged.append(frame.key)
         except UnknownCodecError:
-            pass  # right for all we know, to a newer client
+            pass  # may be right, for a newer client
         else:
-            # Of all threads: each of them is at a frame of its own meanwhile.
+            # The speed of all threads: each decodes a frame of its own.
             size_bytes = frame.chunk.raw_bytes * self._link.reader.threads
             self._link.meters.decoder.observe(size_bytes, self._clock() - started_s)
             return level, header.stated
@@ -491,7 +488,7 @@ class LevelledGet:
 
 
 def _ranges(batch: Sequence[planning.Fetch]) -> list[pb.FrameRange]:
-    """Return the ranges of *batch*, cut so that a slow link brings something soon."""
+    """Return the ranges of *batch*, cut so that a slow link delivers a first piece soon."""
     size_bytes = sum(fetch.stop - fetch.start for fetch in batch)
     step = max(LEAST_PIECE_BYTES, -(-size_bytes // BATCH_PIECES))
     return [

@@ -1,7 +1,7 @@
 """Frames that arrived, verified and decoded into tensors by several threads: whole, or by layer.
 
-The first chunk that is late, missing or wrong ends the prefix; one that is proved wrong is
-reported, for the server to drop it.
+The first chunk that is late, missing or wrong ends the prefix; a wrong one is reported, and the
+server drops it.
 """
 
 from __future__ import annotations
@@ -47,32 +47,32 @@ from kvstore.proto.row_mask import Rows, SkippedRows
 from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, layer_order
 
 WRONG = (ChunkCorruptError, InvalidFrameError, ModelError)
-"""What proves that a chunk is wrong, for the server to drop it."""
+"""Errors that prove a chunk wrong: it is reported to the server."""
 Room: TypeAlias = Callable[[int, KVLayout], Any]
-"""Returns where the tensors of chunk number so and so go, as AnyTensors of that layout."""
+"""Returns the target of a chunk, by index and layout, as AnyTensors of that layout."""
 T = TypeVar("T")
 
 
 class TooLossyError(KVStoreError):
-    """A copy came that is less accurate than what was asked for: the chunk is missing."""
+    """The copy received is less accurate than requested: the chunk counts as missing."""
 
 
 def fresh(_: int, layout: KVLayout) -> ChunkTensors:
-    """Room in arrays of their own."""
+    """Return new arrays."""
     return empty_tensors(layout)
 
 
 def given(out: Sequence[LayerTensors]) -> Room:
-    """Room in what the caller brought."""
+    """Return the targets in the caller's *out*."""
     return lambda index, _: to_arrays(out[index])
 
 
 class Numbered(Protocol):
-    """What arrives for chunk number ``index`` of a get."""
+    """Data for chunk ``index`` of a get."""
 
     @property
     def index(self) -> int:
-        """The number."""
+        """Its index in the get."""
 
 
 N = TypeVar("N", bound=Numbered)
@@ -81,10 +81,10 @@ N = TypeVar("N", bound=Numbered)
 def contiguous(
     arriving: Iterable[N], asked: int, chunks: Callable[[N], int] = lambda one: 1
 ) -> Iterator[N]:
-    """Yield what follows without a gap and arrives in time, up to so many chunks as were *asked*
-    for; raise only if nothing does.
+    """Yield the items that arrive in order and in time, for up to *asked* chunks; raise only if
+    there are none.
 
-    ``chunks(one)`` is of how many chunks one is.
+    ``chunks(one)`` returns how many chunks an item has.
     """
     count = 0
     try:
@@ -105,17 +105,16 @@ def check_header(
     frame_bytes: int,
     least: Accuracy = Accuracy.approximate,
 ) -> FrameHeader:
-    """Return the header at the start of *data* if it is of *key*'s frame of that size.
+    """Return the header at the start of *data*, checked to be of *key*'s frame of that size.
 
-    Raises ChunkCorruptError, InvalidFrameError, and TooLossyError for one less accurate than
-    *least*.
+    Raises ChunkCorruptError, InvalidFrameError, and TooLossyError if less accurate than *least*.
     """
     header = parse_header(data)
     if header.key != key or header.frame_bytes != frame_bytes:
         raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
     if header.representation != session.representation_digest:
         raise ChunkCorruptError(key, "it was stored for another Model")
-    if header.accuracy < least:  # the server is not to send such copies
+    if header.accuracy < least:  # the server should not send such copies
         raise TooLossyError(f"{key.hex()}: the copy that came is {header.accuracy.name}")
     return header
 
@@ -124,7 +123,7 @@ def check_header(
 
 
 class Decoded(NamedTuple):
-    """A chunk that was read, its frame's header, and the tier it came from."""
+    """A chunk that was read, its frame's header, and its tier."""
 
     tensors: ChunkTensors
     header: FrameHeader
@@ -133,9 +132,9 @@ class Decoded(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one read is to bring: chunks of *accuracy* or better, of each what *shard* has.
+    """What one read is to return: the *shard* of chunks of *accuracy* or better.
 
-    Chunk number i of *keys* goes to ``room(first + i, layout)``.
+    Chunk i of *keys* goes to ``room(first + i, layout)``.
     """
 
     session: Session
@@ -146,9 +145,9 @@ class Wanted:
     shard: Shard | None = None
 
     def decode(self, arrived: Arrival) -> Decoded:
-        """Verify the frame of a chunk and decode it to its place.
+        """Verify the frame of a chunk and decode it into its target.
 
-        Raises what is in ``WRONG``, UnknownCodecError, TooLossyError, LeaseExpiredError.
+        Raises the errors in ``WRONG``, UnknownCodecError, TooLossyError, LeaseExpiredError.
         """
         index, frame = arrived.index, arrived.data
         if isinstance(frame, DirectFrame):
@@ -159,7 +158,7 @@ class Wanted:
             header = check_header(self.session, key, frame, len(frame), self.accuracy)
             model = self.session.representation
             if self.shard is not None and not self.shard.has_any(model, header.layout):
-                self.room(self.first + index, header.layout)  # a prompt's windows decide about it
+                self.room(self.first + index, header.layout)  # records the layout, for windows
                 tensors = []
             elif self.shard is not None:
                 part = self.shard.in_chunk(model, header.layout)
@@ -175,13 +174,13 @@ class Wanted:
                     RAW.decode_into(header, frame[:], tensors)
             return Decoded(tensors, header, arrived.tier)
         finally:
-            # First of all errors: memory that was reused says nothing of the chunk.
+            # Before all other errors: reused memory proves nothing about the chunk.
             arrived.confirm()
 
     def direct(self, index: int, size: int, start: Bytes) -> DirectFrame | None:
-        """Return what takes the parts of a frame of *size* bytes, which begins with *start*.
+        """Return the receiver of the parts of a frame of *size* bytes, which begins with *start*.
 
-        None for one that has to be whole first: to be decoded, cut, or found wrong by ``decode``.
+        None for a frame that ``decode`` needs whole: to decode it, cut it, or find it wrong.
         """
         if self.shard is not None or index >= len(self.keys):
             return None
@@ -198,9 +197,9 @@ class Wanted:
 
 @dataclass(slots=True, eq=False)
 class _PrefixRead:
-    """The frames of one read that came, decoded by whoever is free: its caller and some helpers.
+    """The frames of one read, decoded by the caller and some helper threads.
 
-    They are taken in their order, so that all before one that failed are tried.
+    They are taken in order, so that all before a failed one are decoded.
     """
 
     wanted: Wanted
@@ -208,17 +207,17 @@ class _PrefixRead:
     found: dict[int, Decoded] = field(default_factory=dict)
     errors: dict[int, KVStoreError] = field(default_factory=dict)
     failed: float = math.inf
-    """The place of a frame that failed: nobody looks at those behind it."""
+    """The index of the first failed frame; those behind it are skipped."""
     fed: int = 0
 
     def help(self) -> None:
-        """Decode what waits until there will be no more."""
+        """Decode waiting frames until the end marker."""
         while (arrived := self.waiting.get()) is not None:
             self.decode(arrived)
 
     def feed(self, arriving: Iterable[Arrival], ahead: int) -> None:
-        """Have all decoded that follows without a gap, until one fails; where more than *ahead*
-        wait, by the caller.
+        """Queue the frames that arrive in order, until one fails; with *ahead* of them waiting, the
+        caller decodes.
         """
         asked = len(self.wanted.keys)
         for arrived in arriving:
@@ -233,7 +232,7 @@ class _PrefixRead:
                 self.decode(arrived)
 
     def decode(self, arrived: Arrival) -> None:
-        """Decode one of them."""
+        """Decode a frame, unless one before it failed."""
         if arrived.index > self.failed:
             return
         try:
@@ -244,8 +243,8 @@ class _PrefixRead:
 
 
 class Reader:
-    """Decodes with *threads* threads, the caller's among them: memory answers faster than one
-    core copies. Thread-safe.
+    """Decodes with *threads* threads, the caller included: one core does not saturate memory.
+    Thread-safe.
     """
 
     def __init__(self, threads: int) -> None:
@@ -255,12 +254,12 @@ class Reader:
     def read(
         self, wanted: Wanted, arriving: Iterable[Arrival]
     ) -> tuple[list[Decoded], ChunkKey | None]:
-        """Return the longest prefix that arrives and proves right, and the key that did not.
+        """Return the longest prefix that arrives and is right, and the key of the wrong chunk.
 
-        A copy that is not accurate enough, or of another codec, ends it without one: it may be
-        right, to others. Raises LeaseExpiredError when memory was reused under the reader,
-        LayoutMismatchError when the room does not have the chunk's layout; and, where nothing was
-        read, what is late or cannot be read.
+        A copy that is not accurate enough, or of an unknown codec, ends the prefix without a key:
+        it may be right for others. Raises LeaseExpiredError when memory was reused during the read,
+        LayoutMismatchError when the target does not have the chunk's layout, and, if nothing was
+        read, DeadlineError or TierUnavailableError.
         """
         reading, count = _PrefixRead(wanted), len(wanted.keys)
         helpers: list[Future[None]] = []
@@ -278,7 +277,7 @@ class Reader:
                 reading.waiting.put(None)
             try:
                 reading.help()
-            finally:  # a room may raise anything; the helpers write to the caller's memory
+            finally:  # a target may raise anything; the helpers write to the caller's memory
                 running = list(filterfalse(Future.cancel, helpers))
                 wait(running)
             for helper in running:
@@ -288,7 +287,7 @@ class Reader:
         error = reading.errors.get(done, error)
         if error is None or isinstance(error, UnknownCodecError | TooLossyError):
             return found, None
-        if isinstance(error, WRONG) and found and done == count:  # what nobody asked for
+        if isinstance(error, WRONG) and found and done == count:  # a frame that was not requested
             return found, None
         if isinstance(error, WRONG) and done < count:
             return found, wanted.keys[done]
@@ -297,14 +296,14 @@ class Reader:
         raise error
 
     def submit(self, work: Callable[..., T], *arguments: Any) -> Future[T]:
-        """Have one of the threads do *work*. Raises KVStoreError after ``close``."""
+        """Run *work* in one of the threads. Raises KVStoreError after ``close``."""
         try:
             return self._pool.submit(work, *arguments)
-        except RuntimeError as error:  # the pool's answer after ``close``
+        except RuntimeError as error:  # the pool is closed
             raise KVStoreError(f"the client is closed: {error}") from None
 
     def leave(self) -> None:
-        """In a child, where its threads do not run: take no more work."""
+        """In a child, where its threads do not run: refuse all work."""
         self._pool = ThreadPoolExecutor(1)
         self._pool.shutdown()
 
@@ -320,9 +319,9 @@ class Reader:
 class Layer:
     """One layer of the chunks that are right so far, verified.
 
-    ``id`` is the model's own number of it. ``tensors[i]`` are the parts (K and V) of
-    chunk i, each (kv_heads, tokens, head_dim): unsigned integers of the dtype's size, or what
-    was given as ``out``, of CUDA tensors its copy in the host's memory.
+    ``id`` is the model's layer number. ``tensors[i]`` are the parts (K and V) of chunk i, each
+    (kv_heads, tokens, head_dim): unsigned integers of the dtype's size, or the caller's ``out``;
+    for CUDA tensors, their copy in host memory.
     """
 
     id: int
@@ -331,22 +330,22 @@ class Layer:
 
 @dataclass(frozen=True, slots=True)
 class _Chunk:
-    """A chunk whose header is right, and the places of its layers in the order of segments."""
+    """A chunk whose header is right, and the targets of its layers in segment order."""
 
     arrived: Arrival
     header: FrameHeader
     codec: Codec
     layers: Sequence[Sequence[AnyPart]]
     extents: Sequence[tuple[int, int]]
-    """Where each segment begins and ends in the frame, as it comes."""
+    """Start and end of each segment in the frame, as sent."""
     kept: Rows | None
     """The rows that are wanted; None: all."""
 
     layered: LayeredFrame | None
-    """The frame, where its segments come one by one."""
+    """The frame, if its segments arrive one by one."""
 
     def take(self, segment: int) -> Bytes | None:
-        """Wait for a segment; None when it will not come."""
+        """Wait for a segment; None when it will not arrive."""
         start, stop = self.extents[segment]
         if self.layered is not None:
             return self.layered.take(start)
@@ -357,7 +356,7 @@ class _Chunk:
         return data
 
     def decode(self, segment: int, data: Bytes) -> None:
-        """Verify a segment and decode it to its place. Raises what is in ``WRONG``."""
+        """Verify a segment and decode it into its target. Raises the errors in ``WRONG``."""
         out, kept = self.layers[segment], self.kept
         if kept is None:
             self.codec.decode_checked(self.header, segment, data, out)
@@ -368,12 +367,11 @@ class _Chunk:
 
 
 class LayerReader:
-    """One get layer by layer: a layer is used while those behind it are still on their way.
+    """One get layer by layer: a layer is used while later ones still arrive.
 
-    Used once; ``layers`` by one thread. After it, ``broken`` is the key of the chunk that proved
-    wrong, if one did. *accepts*: whether the frame of a chunk, by its place, is the one that is
-    wanted; None: all are. *skipped* rows, by a chunk's place, are not wanted: those of raw frames
-    stay as they are.
+    Used once; ``layers`` by one thread. After it, ``broken`` is the key of the wrong chunk, if any.
+    *accepts*: whether the frame of a chunk, by index, is the wanted one; None: all are. *skipped*
+    rows, by chunk index, are not wanted: for raw frames their targets keep their contents.
     """
 
     def __init__(
@@ -390,12 +388,12 @@ class LayerReader:
         self._skipped = skipped
         self._order = layer_order(wanted.session.representation)
         self._chunks: list[_Chunk] = []
-        # Chunks from here on are lost. It only ever sinks; who reads it late does too much.
+        # Chunks from this one on are lost. It only sinks; a stale read only costs work.
         self._count = 0
         self._lock = threading.Lock()  # held to change the count and ``broken``
 
     def layers(self, arriving: Iterator[Arrival]) -> Generator[Layer, None, None]:
-        """Yield each layer once it is verified, while the threads go on with those behind it.
+        """Yield each layer once it is verified, while the threads decode later ones.
 
         Raises as ``Client.get_layers``.
         """
@@ -407,7 +405,7 @@ class LayerReader:
         streams = self._streams()
         started: list[list[Future[None]]] = []
         try:
-            started.extend(self._start(segment) for _, segment in self._order)  # as far as it goes
+            started.extend(self._start(segment) for _, segment in self._order)  # partial on error
             for (layer_id, segment), pieces in zip(self._order, started, strict=True):
                 for piece in pieces:
                     piece.result()
@@ -416,11 +414,11 @@ class LayerReader:
                 yield Layer(layer_id, [c.layers[segment] for c in self._chunks[: self._count]])  # type: ignore[misc]
                 FORKS.check(process, "the get")
         finally:
-            if process is FORKS.process:  # in a child the threads are not there
+            if process is FORKS.process:  # a child does not have the threads
                 self._settle(streams, started)
 
     def _streams(self) -> list[LayerStream]:
-        """Return what brings segments one by one, once it has the order in which they come."""
+        """Return the layer streams, with the order of segments set."""
         ranges: dict[LayerStream, list[Range]] = {}
         for _, segment in self._order:
             for chunk in self._chunks:
@@ -434,7 +432,7 @@ class LayerReader:
     def _settle(
         self, streams: Sequence[LayerStream], started: Sequence[Sequence[Future[None]]]
     ) -> None:
-        """Wait for what still reads shared memory and writes the caller's."""
+        """Wait for work that still reads shared memory and writes the caller's."""
         self._count = 0
         for stream in streams:
             stream.end()
@@ -443,7 +441,7 @@ class LayerReader:
                 piece.exception()
 
     def _open(self, arrived: Arrival) -> bool:
-        """Take a frame whose header is right; return whether it is."""
+        """Add the frame if its header is right; return whether it is."""
         wanted = self._wanted
         key = wanted.keys[arrived.index]
         try:
@@ -458,7 +456,7 @@ class LayerReader:
             self.broken = key
             return False
         except (UnknownCodecError, TierUnavailableError, TooLossyError):
-            return False  # right for all we know, to a newer client or from a better disk
+            return False  # may be right, for a newer client or on another disk
         finally:
             arrived.confirm()
         tensors: AnyTensors = wanted.room(arrived.index, header.layout)
@@ -495,7 +493,7 @@ class LayerReader:
             except WRONG:
                 self._lose(number, self._wanted.keys[chunk.arrived.index])
             finally:
-                # First of all errors: memory that was reused says nothing of the chunk.
+                # Before all other errors: reused memory proves nothing about the chunk.
                 chunk.arrived.confirm()
 
     def _lose(self, number: int, broken: ChunkKey | None) -> None:

@@ -1,7 +1,7 @@
-"""Frames out of a server's memory into pages on a device: what a reader keeps for all its reads.
+"""Frames out of a server's memory into pages on a device: the reader, and each of its reads.
 
-kvq's frames are decoded on the device, of which torch's current stream is used; those of other
-codecs on the host, and uploaded as raw ones.
+Frames of kvq are decoded on the device, on torch's current stream; those of other codecs are
+transcoded to raw on the host and uploaded.
 """
 
 from __future__ import annotations
@@ -56,29 +56,28 @@ BATCHES_AHEAD = 4
 """Batches of frames that the device works on while the host prepares the next."""
 MAX_BATCH_FRAMES = 32
 READ_SLOTS = 16
-"""Frames of host memory on their way at once: half of them are copied while the device is at work
-on the others."""
+"""Host frames in flight at once: half of them are copied while the device works on the others."""
 RING_BYTES = 256 << 20
 """Device memory for them."""
 PIECE_BYTES = 64 << 20
-"""What is registered in one call. CUDA holds up other work of the process meanwhile: 4 ms."""
+"""Bytes registered in one call, which blocks other CUDA work of the process for 4 ms."""
 MAX_SLABS = 64
-"""Registered for one session. A server has fewer at once; those it gave up stay until the end."""
+"""Slabs registered in one session. A server has fewer at once; freed ones stay registered."""
 _ALIGN_BYTES = 256
 _WORD_BYTES = 8
 
 
 @dataclass(slots=True)
 class _Batch:
-    """Frames that the device works on. ``held`` is memory that is read until it is done.
+    """Frames that the device works on. ``held`` keeps the memory that it reads alive.
 
-    ``confirms``, after the sums, raise LeaseExpiredError for memory that was reused, and
+    ``confirms``, called after the sums, raise LeaseExpiredError for reused memory, and
     InvalidFrameError for contents that are not the codec's.
     """
 
     frames: Sequence[FrameAt]
     sums: list[Sums]
-    """One, once the device came to it."""
+    """One entry, once launched."""
     stated: list[list[int]]
     """The checksums that each frame's header states."""
     done: Event | None = None
@@ -89,13 +88,13 @@ class _Batch:
     def of(
         cls, frame: FrameAt, sums: Sums, confirm: Callable[[], None], held: Sequence[object]
     ) -> _Batch:
-        """Return that of one frame, on the device's queue."""
+        """Return a batch of one frame."""
         stated = [frame.header.segments["checksum"].tolist()]
         return cls([frame], [sums], stated, None, [confirm], held)
 
 
 class DeviceDecoder:
-    """*kernels* are those of raw frames on *device*. Thread-safe."""
+    """Decodes frames of host memory into pages on *device*. Thread-safe."""
 
     def __init__(self, kernels: FrameKernels, device: torch.device) -> None:
         self._kernels = kernels
@@ -103,7 +102,7 @@ class DeviceDecoder:
 
     @cached_property
     def kvq(self) -> KvqKernels | None:
-        """The kernels of kvq, compiled when first asked for. A CPU in place of a device has none.
+        """The kernels of kvq, compiled at first use; None on a CPU.
 
         Raises TierUnavailableError when they cannot be compiled.
         """
@@ -112,12 +111,12 @@ class DeviceDecoder:
     def begin(
         self, frame: FrameAt, data: Bytes, confirm: Callable[[], None], paged: Paged
     ) -> _Batch:
-        """Begin to decode *data*, a frame in host memory, into the pages. *confirm* is called when
-        it was read: it raises LeaseExpiredError for memory that was reused.
+        """Begin to decode *data*, a frame in host memory, into the pages. *confirm*, called once
+        it is read, raises LeaseExpiredError for reused memory.
 
-        Raises that before all that *data* would be blamed for: ChunkCorruptError,
-        InvalidFrameError, ModelError, UnknownCodecError. LayoutMismatchError and
-        InvalidRequestError for pages that are not the chunk's.
+        Raises that in place of errors of the frame: ChunkCorruptError, InvalidFrameError,
+        ModelError, UnknownCodecError. LayoutMismatchError and InvalidRequestError for pages that
+        do not fit the chunk.
         """
         header = frame.header
         try:
@@ -162,8 +161,8 @@ class DeviceDecoder:
 
 
 def _has_kernels(frame: FrameAt, paged: Paged) -> bool:
-    """Whether there are kernels for a kvq frame: not for refinements, parts of a chunk, or several
-    block tables.
+    """Whether the kernels support a kvq frame: no refinements, parts of a chunk, skipped blocks or
+    several block tables.
     """
     components = frame.header.layout.components
     is_whole = not any(component.first_token for component in components)
@@ -182,9 +181,9 @@ class Run:
     frames: Sequence[Bytes] = ()
     confirms: Sequence[Callable[[], None]] = ()
     heads: NDArray[np.uint8] = field(default_factory=lambda: np.empty((0, 0), np.uint8))
-    """A row each, on the host: as many first bytes as the header of a whole chunk has."""
+    """A row a frame, on the host: its first bytes, as many as the header of a whole chunk has."""
     tables: DeviceTables | None = None
-    """Of ``places``."""
+    """The tables of ``places``."""
 
     def __len__(self) -> int:
         return len(self.places or self.frames)
@@ -197,9 +196,9 @@ class Run:
 
 class DeviceReader:
     """Reads frames into pages on *device*, one get at a time. Frames of host memory pass a ring of
-    *least_slots* slots or more for frames of up to *frame_bytes* bytes.
+    at least *least_slots* slots for frames of up to *frame_bytes* bytes.
 
-    Raises TierUnavailableError when the device has no memory for it, or no kernels.
+    Raises TierUnavailableError when the device has no memory for the ring, or no kernels.
     """
 
     def __init__(self, device: Device, frame_bytes: int, least_slots: int = 2) -> None:
@@ -215,17 +214,17 @@ class DeviceReader:
             device.release(self.ring)
             raise
         self.busy: list[Event | None] = [None] * slots
-        """What reads each slot, until it is over."""
+        """The event after the last work that reads each slot."""
         self.lock = threading.Lock()
-        """Held by the get at work."""
+        """Held by the get in progress."""
 
     def wait(self) -> None:
-        """Wait for all that is queued."""
+        """Wait for all queued work."""
         for stream in (self.work, self.copies):
             stream.record().synchronize()
 
     def close(self) -> None:
-        """Give the ring back. Nobody reads any more."""
+        """Free the ring; no read may follow."""
         with self.lock:
             self.wait()
             ring, self.ring = self.ring, self.ring[:0].clone()
@@ -233,21 +232,21 @@ class DeviceReader:
 
 
 class Registration:
-    """Has *device* copy straight out of slabs. A thread registers them, piece by piece: until it
-    came to a piece, copies out of it are only slower.
+    """Slabs registered with *device*, so that it copies directly from them. A thread registers them
+    piece by piece; copies from a piece that is not registered yet are only slower.
     """
 
     def __init__(self, device: Device) -> None:
         self._device = device
         self._slabs: dict[int, tuple[int, int]] = {}
-        """The addresses where each begins and ends."""
+        """Start and end address of each slab."""
         self._waiting: SimpleQueue[Bytes | None] = SimpleQueue()
         self._ends: list[Callable[[], None]] = []
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
     def note(self, number: int, memory: Bytes) -> None:
-        """Have slab *number* registered, unless it was before. For one thread at a time."""
+        """Queue slab *number* for registration, unless it was before. One thread at a time."""
         if number in self._slabs or self._is_closed or len(self._slabs) >= MAX_SLABS:
             return
         start = memory.ctypes.data
@@ -264,11 +263,11 @@ class Registration:
                     return
                 end = self._device.register(memory[start : start + PIECE_BYTES], read_only=True)
                 if end is None:
-                    return  # which was logged; the next one would fail too
+                    return  # already logged; the next one would fail too
                 self._ends.append(end)
 
     def cuts(self, data: Bytes) -> Iterator[slice]:
-        """Cut *data* where pieces end: no copy may be of two of them."""
+        """Cut *data* at the ends of pieces: no copy may span two."""
         first = data.ctypes.data
         start = next((a for a, b in self._slabs.values() if a <= first < b), first)
         at = 0
@@ -288,10 +287,10 @@ class Registration:
 
 
 class Reading:
-    """One get at work: what has arrived is put on the device's queue, and proved behind it.
+    """One get in progress: frames are queued on the device as they arrive, and verified afterwards.
 
-    Nothing is written to the pages before *after*, an event of the engine's stream. Frames that
-    state less than *least* end the prefix.
+    Nothing is written to the pages before *after*, an event of the engine's stream. A frame less
+    accurate than *least* ends the prefix.
     """
 
     def __init__(
@@ -310,13 +309,13 @@ class Reading:
         self._paged = paged
         self._chunk_tokens = transport.session.options.chunk_tokens
         self._parsed: tuple[Bytes, FrameHeader] | None = None
-        """The last header that was parsed, and its bytes."""
+        """The bytes of the last parsed header, and the header."""
         self._ring_tables: list[DeviceTables] = []
-        """Of all frames that come by way of the ring: each has a slot by its number."""
+        """One entry once launched: the tables of all frames, each in the ring slot of its index."""
         self._has_ring_tables = False
         self._in_arena: list[Run] = []
         self._checked: set[tuple[KVLayout, int]] = set()
-        """Frames that fit the pages. All of a get have places of their own in memory and pages."""
+        """Layouts and header sizes of frames that were checked to fit the pages."""
         self._queue: deque[_Batch] = deque()
         self.done = 0
         self.broken: ChunkKey | None = None
@@ -324,10 +323,10 @@ class Reading:
             reader.work.wait(after)
 
     def run(self, arriving: Iterator[Run]) -> None:
-        """Read until the end of the prefix; ``done`` and ``broken`` then say how it went.
+        """Read until the end of the prefix; ``done`` and ``broken`` then hold the outcome.
 
-        Raises LeaseExpiredError where memory of the device was reused meanwhile: that says nothing
-        of the chunks.
+        Raises LeaseExpiredError if device memory was reused meanwhile: that proves nothing about
+        the chunks.
         """
         try:
             for run in contiguous(arriving, len(self.keys), len):
@@ -337,7 +336,7 @@ class Reading:
             confirm = self._confirming()
             self._prove_all()
         except (*WRONG, UnknownCodecError, TierUnavailableError) as error:
-            with suppress(*WRONG):  # what was queued before it
+            with suppress(*WRONG):  # those queued before it
                 self._prove_all()
             if isinstance(error, WRONG) and self.done < len(self.keys):
                 self.broken = self.keys[self.done]
@@ -350,10 +349,10 @@ class Reading:
         while self._queue:
             self._prove(self._queue.popleft())
 
-    # --- what arrived
+    # --- frames as they arrive
 
     def _bring_heads(self, run: Run) -> None:
-        """Bring the heads of frames to the host; of those in the arena in one go."""
+        """Copy the heads of frames to the host; those in the arena all at once."""
         if not run.places:
             run.heads = np.zeros((len(run), self._transport.head_bytes), np.uint8)
             for head, frame in zip(run.heads, run.frames, strict=True):
@@ -390,9 +389,9 @@ class Reading:
         return self._transport.arena.memory
 
     def _confirming(self) -> Callable[[], None]:
-        """Queue a look at the places in the arena behind all that reads them.
+        """Queue a check of the generations of arena places, behind all work that reads them.
 
-        The returned function raises LeaseExpiredError if the memory of one was reused until then.
+        The returned function raises LeaseExpiredError if any place was reused by then.
         """
         waits: list[tuple[Callable[[], NDArray[np.int64]], Sequence[Place]]] = []
         kernels, work = self.reader.kernels, self.reader.work
@@ -415,9 +414,9 @@ class Reading:
         return confirm
 
     def _take(self, run: Run) -> bool:
-        """Queue what is to be read of *run*; whether that is all of it.
+        """Queue the frames of *run* that are accurate enough; return whether all are.
 
-        One header is parsed, those like it are compared with it.
+        One header is parsed; later ones are compared with it.
         """
         is_true = run.heads[:, ACCURACY_OFFSET] >= self.least
         count = len(is_true) if is_true.all() else int(is_true.argmin())
@@ -439,8 +438,8 @@ class Reading:
         return count == len(is_true)
 
     def _alike(self, run: Run, first: int, count: int) -> list[list[int]]:
-        """Return the checksums that headers from number *first* on state, of a batch at most, up
-        to the first that is not right, or not like the last that was parsed.
+        """Return the checksums stated by headers from *first* on, at most a batch, up to the first
+        that is wrong, or unlike the last parsed header.
         """
         if self._parsed is None:
             return []
@@ -469,14 +468,14 @@ class Reading:
                 raise InvalidFrameError("tokens", header.layout.tokens, f"<= {self._chunk_tokens}")
         except WRONG:
             if not run.places:
-                run.confirms[number]()  # first of all: reused memory says nothing of the chunk
+                run.confirms[number]()  # raises first: reused memory proves nothing about the chunk
             raise
         return header
 
-    # --- onto the device's queue
+    # --- the device's queue
 
     def _decode(self, run: Run, number: int, header: FrameHeader) -> None:
-        """Queue the decoding of a frame of another codec as a batch of its own."""
+        """Queue a frame of another codec for decoding, as a batch of its own."""
         if run.places:
             raise UnknownCodecError(header.codec_id, "raw, in a device's memory")
         self._make_room()
@@ -490,7 +489,7 @@ class Reading:
         self._queue.append(begun[0])
 
     def _queued_in_arena(self, run: Run, first: int, stated: list[list[int]]) -> None:
-        """Queue frames where they lie, from number *first* of *run* on."""
+        """Queue frames in place, from *first* of *run* on."""
         tables = run.tables
         assert tables is not None
         places = run.places[first : first + len(stated)]
@@ -500,10 +499,10 @@ class Reading:
         self._queue.append(_Batch(frames, sums, stated, self.reader.work.record()))
 
     def _queued_in_ring(self, run: Run, first: int, stated: list[list[int]]) -> None:
-        """Queue the copies of frames of host memory into the ring, and what is done there."""
+        """Queue the copies of host frames into the ring, and from there into the pages."""
         reader, start = self.reader, run.index + first
         held = run.frames[first : first + len(stated)]
-        if len(held[0]) > reader.frame_bytes:  # all are as long
+        if len(held[0]) > reader.frame_bytes:  # all have one length
             raise InvalidFrameError("frame_bytes", len(held[0]), f"<= {reader.frame_bytes}")
         self._bring_ring_tables()
         slots = [number % len(reader.busy) for number in range(start, start + len(held))]
@@ -529,7 +528,7 @@ class Reading:
         self._queue.append(_Batch(frames, sums, stated, done, confirms, held))
 
     def _bring_ring_tables(self) -> None:
-        """Bring the tables of all frames at once: one behind copies of frames would be late."""
+        """Upload the tables of all frames at once: behind copies of frames they would be late."""
         if self._has_ring_tables:
             return
         self._has_ring_tables = True
@@ -546,10 +545,10 @@ class Reading:
     def _start(
         self, memory: torch.Tensor, frames: list[FrameAt], tables: Callable[[], DeviceTables]
     ) -> list[Sums]:
-        """Queue the way of *frames* into the pages; the sums come once it was launched."""
+        """Queue the copy of *frames* into the pages; return a list that gets the sums."""
         self._make_room()
         reader, header = self.reader, frames[0].header
-        like = header.layout, header.header_bytes  # rows of such frames lie at the same places
+        like = header.layout, header.header_bytes  # frames with equal row offsets
         if like not in self._checked:
             reader.kernels.check(memory, frames, self._paged)
             self._checked.add(like)
@@ -567,14 +566,14 @@ class Reading:
             self._prove(self._queue.popleft())
 
     def _prove(self, batch: _Batch) -> None:
-        """Wait for a batch and count its frames, up to the first that is wrong."""
+        """Wait for a batch and count its frames up to the first wrong one; raise for that one."""
         try:
             assert batch.done is not None
             batch.done.synchronize()
             (sums,) = batch.sums
             found = sums()
             for confirm in batch.confirms:
-                confirm()  # first of all: memory that was reused says nothing of the chunk
+                confirm()  # raises first: reused memory proves nothing about the chunk
             if found == batch.stated:
                 self.done += len(found)
                 return
@@ -586,7 +585,7 @@ class Reading:
                     check_sums(replace(frame.header, key=key, segments=segments), those)
                 self.done += 1
         except KVStoreError:
-            self._queue.clear()  # what is behind it counts no more
+            self._queue.clear()  # later frames no longer count
             raise
 
 

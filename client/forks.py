@@ -1,7 +1,7 @@
-"""Forks: what becomes of gRPC's calls, and of what a process has open, when it forks.
+"""Forks: they hold back gRPC calls, and make a child release what the parent has open.
 
-gRPC starts anew in a child only if no thread was inside it at the fork; else the child cannot use
-it, and parent or child may crash. So calls are held up while a process forks.
+gRPC restarts in a child only if no thread was inside it at the fork; else the child cannot use it,
+and parent or child may crash. So calls are held back while a process forks.
 """
 
 from __future__ import annotations
@@ -19,9 +19,9 @@ from weakref import WeakMethod
 from kvstore.proto.errors import DeadlineError, LeaseExpiredError, TierUnavailableError
 
 GRACE_S = 0.25
-"""For calls to end by themselves before a fork; then those that can be are ended."""
+"""How long a fork waits for calls to end by themselves before it ends those that it can."""
 WAITED_FOR_MS = 2000
-"""A call with a longer deadline is one that can be ended."""
+"""Calls with a longer deadline are made so that a fork can end them."""
 _ENDED_WITHIN_S = WAITED_FOR_MS / 1000 + 0.2
 _LEAVING_S = 0.02
 """How long gRPC's own threads stay inside after a call was ended early."""
@@ -38,12 +38,12 @@ class Forks:
 
     def __init__(self) -> None:
         self.process = os.urandom(PROCESS_BYTES)
-        """Names this process; another one in each child."""
+        """Identifies this process; a child gets a new one."""
         self.is_child = False
         self._hooks: set[WeakMethod[Callable[[], None]]] = set()
         self._is_grpc_lost = False
         self._was_quiet = True
-        """Whether no call ran at the fork that is under way."""
+        """Whether no call ran at the current fork."""
         self._reset()
 
     def _reset(self) -> None:
@@ -57,8 +57,8 @@ class Forks:
         """When a call was last ended early, in monotonic seconds."""
 
     def watch(self, after_fork: Callable[[], None]) -> None:
-        """Have a method called in each child, for as long as its object lives: to let go of what
-        is the parent's, without a word to anybody. No other thread runs then.
+        """Call a method in each child, while its object lives: to release what is the parent's
+        without sending anything. No other thread runs then.
         """
         self._hooks.add(WeakMethod(after_fork, self._hooks.discard))
 
@@ -73,7 +73,7 @@ class Forks:
     def calling(self, within_s: float) -> Iterator[None]:
         """Enter to make a call that ends within WAITED_FOR_MS.
 
-        Waits while the process forks, so the rest of a deadline is known inside. Raises
+        Waits while the process forks, so compute the remaining deadline inside. Raises
         DeadlineError when it still forks after *within_s*.
         """
         with self._changed:
@@ -94,8 +94,7 @@ class Forks:
     def begin(self, make: Callable[[], Any], within_s: float, *, is_idle: bool = False) -> Any:
         """Return the call that *make* begins; a fork ends it. Pair with ``end``.
 
-        Waits as ``calling`` does. One that is idle waits for what may never come: a fork ends it
-        at once, as it would not end by itself.
+        Waits as ``calling`` does. An idle call may wait for ever: a fork ends it at once.
         """
         with self.calling(within_s):
             call = make()
@@ -104,7 +103,7 @@ class Forks:
         return call
 
     def end(self, call: Any) -> None:
-        """Cancel a call, if it runs. Any thread may."""
+        """Cancel a call, if it is running. Any thread may."""
         is_early: bool = call.is_active()
         call.cancel()
         with self._changed:
@@ -122,7 +121,7 @@ class Forks:
     # --- around a fork
 
     def before(self) -> None:
-        """Hold up new calls, and have those that run come to their end."""
+        """Hold back new calls, and wait for or end those in progress."""
         with self._changed:
             self._forking += 1
         self._cancel(self._idle)
@@ -148,13 +147,13 @@ class Forks:
                 self._left_at = time.monotonic()
 
     def after_in_parent(self) -> None:
-        """Let calls go on."""
+        """Admit calls again."""
         with self._changed:
             self._forking -= 1
             self._changed.notify_all()
 
     def after_in_child(self) -> None:
-        """Have everything that is watched let go of the parent's."""
+        """Call the watched methods, which release what is the parent's."""
         keep(self.__dict__.copy())
         self._is_grpc_lost = self._is_grpc_lost or not self._was_quiet
         self._reset()
@@ -167,13 +166,13 @@ class Forks:
 
 
 def keep(what: object) -> None:
-    """Never free *what*, in a child: to free the parent's calls and sockets could end them."""
+    """Never free *what* in a child: freeing the parent's calls and sockets could end them."""
     ctypes.pythonapi.Py_IncRef(ctypes.py_object(what))
 
 
 FORKS = Forks()
-# The last registered runs first. The lock that concurrent.futures takes, by which threads hand work
-# to executors, has to be free while calls are waited for: so that module is loaded before.
+# The last registered hook runs first. The lock that concurrent.futures takes at a fork, which
+# threads need to submit work, must be free while ``before`` waits: so that module registers first.
 importlib.import_module("concurrent.futures.thread")
 os.register_at_fork(
     before=FORKS.before, after_in_parent=FORKS.after_in_parent, after_in_child=FORKS.after_in_child

@@ -1,8 +1,8 @@
-"""Frames on their way to a reader: in memory, in a file, in parts, layer by layer, straight into
+"""Frames on their way to a reader: in memory, in a file, in parts, layer by layer, or directly into
 tensors.
 
-What a transport gives is sliced like the array of a frame's bytes, wherever these are. Nothing is
-verified here but by ``FileFrame.decode_into`` and ``DirectFrame``.
+Frames from a transport are sliced like an array of their bytes, wherever these are. Only
+``FileFrame.decode_into`` and ``DirectFrame`` verify anything here.
 """
 
 from __future__ import annotations
@@ -30,21 +30,21 @@ from kvstore.proto.errors import (
 from kvstore.proto.frame import FrameHeader, check_segment
 
 HEAD_BYTES = 1 << 12
-"""Read once and kept: the header of most frames lies within, and is looked at in pieces."""
+"""Read once and kept: it holds the header of most frames, which is parsed in pieces."""
 _SKIP_BYTES = 1 << 16
 
 
 def stays() -> None:
-    """The bytes are ours: nobody reuses their memory."""
+    """Confirm bytes that this process owns: their memory is not reused."""
 
 
 @dataclass(frozen=True, slots=True)
 class Arrival:
     """Bytes of the frame of chunk ``index`` of a read, from ``offset`` on: all of it, or a part.
 
-    In reach until the read is left; not verified yet. ``data``: Bytes, a FileFrame, DirectFrame or
-    LayeredFrame; of a part that is to be received, a Payload. Call ``confirm`` after reading them:
-    it raises LeaseExpiredError if the memory was reused meanwhile.
+    Valid until the read is left; not verified yet. ``data``: Bytes, a FileFrame, DirectFrame or
+    LayeredFrame; a Payload for a part yet to be received. Call ``confirm`` after reading it: it
+    raises LeaseExpiredError if the memory was reused meanwhile.
     """
 
     index: int
@@ -59,7 +59,7 @@ class Arrival:
 
 
 class OpenFile:
-    """A descriptor that closes with the last frame that reads from it."""
+    """A descriptor, closed with the last frame that reads from it."""
 
     __slots__ = ("descriptor", "size_bytes")
 
@@ -75,8 +75,8 @@ class OpenFile:
 class FileFrame:
     """``size_bytes`` from *offset* of an open file of the disk tier.
 
-    Every slice past the head is read anew, never mapped: a disk that fails under a map kills the
-    process that looks at it. Raises TierUnavailableError when the file cannot be read.
+    Every slice past the head is read anew, never mapped: a disk error under a mapping kills the
+    process (SIGBUS). Raises TierUnavailableError when the file cannot be read.
     """
 
     __slots__ = ("_file", "_head", "_offset", "_size_bytes")
@@ -111,7 +111,7 @@ class FileFrame:
     def decode_into(self, header: FrameHeader, out: AnyTensors) -> None:
         """Read a raw frame's layers into *out*, each checked while it is in cache.
 
-        Where parts are not contiguous, by way of a layer of our own. Raises as
+        Parts that are not contiguous are copied from a buffer of one layer. Raises as
         ``RawCodec.decode_into``.
         """
         RAW.check_header(header)
@@ -138,26 +138,26 @@ class FileFrame:
 
 
 class Payload:
-    """The bytes of a part, had once and in their order.
+    """The bytes of a part, read once and in order.
 
-    *fill* brings the next of them where they are to stay, and adds them to a digest.
+    *fill* writes the next bytes to a buffer, and adds them to a digest.
     """
 
     def __init__(self, size_bytes: int, fill: Callable[[Bytes, xxh3_64 | None], None]) -> None:
         self.left = self._size_bytes = size_bytes
-        """Bytes that nobody had yet."""
+        """Bytes not read yet."""
         self._fill = fill
 
     def __len__(self) -> int:
         return self._size_bytes
 
     def into(self, out: Bytes, digest: xxh3_64 | None = None) -> None:
-        """Fill *out* with the next bytes, and add what is there then to *digest*."""
+        """Fill *out* with the next bytes, and add the contents of *out* to *digest*."""
         self._fill(out, digest)
         self.left -= len(out)
 
     def skip(self, size_bytes: int) -> None:
-        """Pass the next bytes by."""
+        """Discard the next bytes."""
         nowhere = np.empty(min(size_bytes, _SKIP_BYTES), np.uint8)
         while size_bytes:
             out = nowhere[:size_bytes]
@@ -183,7 +183,7 @@ def _payload(data: Bytes | Payload) -> Payload:
 
 
 def here(data: Bytes | Payload) -> Bytes:
-    """Return a part's bytes in memory of their own, or where they have come already."""
+    """Return a part's bytes: received into new memory, or in place if they are here already."""
     if isinstance(data, Payload):
         out = np.empty(len(data), np.uint8)
         data.into(out)
@@ -192,9 +192,9 @@ def here(data: Bytes | Payload) -> Bytes:
 
 
 class DirectFrame:
-    """A raw frame whose parts go into its reader's tensors as they come.
+    """A raw frame whose parts go into its reader's tensors as they arrive.
 
-    Each is copied once, and summed while it is in cache: what comes last is ready with its last
+    Each part is copied once, and summed while it is in cache, so the frame is ready with its last
     byte. Used by one thread. Can be sliced within its header only.
     """
 
@@ -218,7 +218,7 @@ class DirectFrame:
         return self._head[piece]
 
     def take(self, offset: int, data: Bytes | Payload) -> None:
-        """Take the part at *offset*; each follows the one before. Errors are left to ``check``."""
+        """Take the part at *offset*; each follows the last. ``check`` raises the errors."""
         coming = _payload(data)
         at, end = offset, offset + len(data)
         while self._next < len(self._runs) and self._failure is None:
@@ -226,7 +226,7 @@ class DirectFrame:
             first, last = max(run.start, at), min(run.stop, end)
             if first < last:
                 coming.skip(first - at)
-                # What is summed is what lies in the tensors, while it is in cache.
+                # The sum is of the tensors' own bytes, while they are in cache.
                 coming.into(run.out[first - run.start : last - run.start], self._digest)
                 at = last
             if end < run.stop:
@@ -244,7 +244,7 @@ class DirectFrame:
         self._digest = xxh3_64()
 
     def check(self) -> None:
-        """Raise ChunkCorruptError unless all that was wanted came, and is right."""
+        """Raise ChunkCorruptError unless all wanted bytes arrived and are right."""
         if self._failure is not None:
             raise self._failure
         if self._next < len(self._runs):
@@ -252,7 +252,7 @@ class DirectFrame:
 
 
 class _Run(NamedTuple):
-    """Bytes *start* to *stop* of the frame go to *out*; *ends*: its *segment* is whole then."""
+    """Bytes *start* to *stop* of the frame go to *out*; *ends*: they complete its *segment*."""
 
     start: int
     stop: int
@@ -277,7 +277,7 @@ def _runs(header: FrameHeader, tensors: AnyTensors) -> list[_Run]:
 
 
 Direct: TypeAlias = Callable[[int, int, Bytes], DirectFrame | None]
-"""A frame's number, size and first bytes to what takes its parts; None: it has to be whole."""
+"""From a frame's index, size and first bytes to the receiver of its parts; None: assemble it."""
 _NO_FRAME: Bytes = np.empty(0, np.uint8)
 
 
@@ -286,9 +286,9 @@ def _empty(size_bytes: int) -> Bytes:
 
 
 class FrameAssembler:
-    """Whole frames out of what the server sends, none over *limit_bytes*. Used by one thread.
+    """Assembles frames of up to *limit_bytes* from the parts that the server sends. For one thread.
 
-    They go to what *direct* returns, else to memory that *allocate* returns.
+    They go to the receiver that *direct* returns, else to memory from *allocate*.
     """
 
     def __init__(
@@ -301,22 +301,22 @@ class FrameAssembler:
         self._direct = direct
         self._allocate = allocate
         self.next_index = 0
-        """Of the frame whose parts come next; who reads those before it elsewhere sets it."""
+        """Index of the next frame; set by a caller that gets earlier frames elsewhere."""
         self._received_bytes = 0
         self._frame_bytes = 0
         self._frame: Bytes | DirectFrame = _NO_FRAME
 
     def frames(self, parts: Iterable[Arrival]) -> Iterator[Arrival]:
-        """Yield the frames that *parts* make. Raises as ``take``."""
+        """Yield the frames assembled from *parts*. Raises as ``take``."""
         for part in parts:
             frame = self.take(part)
             if frame is not None:
                 yield frame
 
     def take(self, part: Arrival) -> Arrival | None:
-        """Take the next part; return the frame that it made whole. Nothing of it is verified.
+        """Take the next part; return the frame that it completes, not verified.
 
-        Raises InvalidFrameError when parts do not follow each other.
+        Raises InvalidFrameError when parts are not consecutive.
         """
         data: Bytes | Payload = part.data
         if not part.offset:
@@ -341,13 +341,13 @@ class FrameAssembler:
         if self._received_bytes:
             return None
         self.next_index += 1
-        frame, self._frame = self._frame, _NO_FRAME  # nobody's memory is kept
+        frame, self._frame = self._frame, _NO_FRAME  # keeps no memory
         return Arrival(part.index, part.tier, part.frame_bytes, frame)
 
     def end(self, frames: int) -> None:
-        """Take how many the server counted. Raises InvalidFrameError unless so many came.
+        """Raise InvalidFrameError unless *frames*, the server's count, is the number completed.
 
-        A frame that was begun and did not become whole was late, or dropped.
+        A frame left incomplete was late, or dropped.
         """
         if frames != self.next_index:
             raise InvalidFrameError("frames", frames, f"{self.next_index} came")
@@ -357,7 +357,7 @@ class FrameAssembler:
 
 
 class LayeredFrame:
-    """A frame whose ``header`` is here, not verified yet; its segments come with its *stream*."""
+    """A frame with its header, not verified yet; its segments arrive through *stream*."""
 
     def __init__(self, stream: LayerStream, number: int, header: Bytes, frame_bytes: int) -> None:
         self.stream = stream
@@ -372,12 +372,12 @@ class LayeredFrame:
         return self._header[piece]
 
     def take(self, start: int) -> Bytes | None:
-        """Wait for the segment at *start*; None when it will not come."""
+        """Wait for the segment at *start*; None when it will not arrive."""
         return self.stream.take(self.number, start)
 
 
 class Range(NamedTuple):
-    """Bytes *start* to *stop* of the frame of chunk number *chunk*: one segment."""
+    """Bytes *start* to *stop* of the frame of chunk *chunk*: one segment."""
 
     chunk: int
     start: int
@@ -387,12 +387,11 @@ class Range(NamedTuple):
 class LayerStream:
     """The replies to a ``layer_major`` get: headers of all frames, then segments layer by layer.
 
-    Thread-safe but for ``arriving`` and ``expect``, called first. A range that is passed over
-    will not come. Whoever waits for a range reads on for all: *replies* are drawn by one thread
-    at a time, and what is here waits for nobody; it is kept until it is taken. No header over
-    *limit_bytes* is accepted. *end* ends the replies: who waits for one gets an error. With
-    *is_cut* raw segments come without the rows that the request left out. Raises
-    InvalidFrameError when the parts are not as they should be.
+    Thread-safe but for ``arriving`` and ``expect``, called first. A range that the replies skip
+    will not arrive. One of the waiting threads at a time reads *replies*, for all of them; a range
+    that has arrived is kept until it is taken. No header over *limit_bytes* is accepted. *end* ends
+    the replies: a thread that waits for one gets an error. With *is_cut*, raw segments lack the
+    rows that the request left out. Raises InvalidFrameError for invalid parts.
     """
 
     def __init__(
@@ -405,27 +404,27 @@ class LayerStream:
     ) -> None:
         self.is_cut = is_cut
         self.end = end
-        """Nothing more is wanted."""
+        """End the replies."""
         self._replies = replies
         self._limit_bytes = limit_bytes
         self._held: Arrival | None = None
         self._plan: Sequence[Range] = ()
         self._numbers: dict[tuple[int, int], int] = {}
         self._next = 0
-        """The first range of the plan that is neither whole nor passed over."""
+        """The first range of the plan that is neither complete nor skipped."""
         self._partial: Bytes | None = None
         self._received_bytes = 0
         self._whole: dict[int, Bytes] = {}
         self._error: KVStoreError | None = None
         self._wanted_frames = 0
-        """Frames from this one on are passed by; it only sinks, and is read without the lock."""
+        """Frames from this one on are skipped; it only sinks, and is read without the lock."""
         self._is_drawing = False
         """Whether a thread waits for a reply."""
-        # Guards all fields above; its condition: they changed.
+        # Guards all fields above; notified when they change.
         self._changed = threading.Condition()
 
     def arriving(self) -> Iterator[Arrival]:
-        """Wait for the headers of all frames that are there: those of the longest prefix."""
+        """Wait for the headers of all frames of the prefix, then yield the frames."""
         found: list[Arrival] = []
         for reply in self._replies:
             data, size_bytes = reply.data, reply.frame_bytes
@@ -439,13 +438,13 @@ class LayerStream:
         yield from found
 
     def expect(self, plan: Sequence[Range]) -> None:
-        """Set which ranges will be taken, in the order of their arrival: layer by layer."""
+        """Set the ranges to take, in order of arrival: layer by layer."""
         self._plan = plan
         self._wanted_frames = max((one.chunk + 1 for one in plan), default=0)
         self._numbers = {(one.chunk, one.start): number for number, one in enumerate(plan)}
 
     def take(self, chunk: int, start: int) -> Bytes | None:
-        """Wait for a range of the plan; None when it will not come. Each is taken once.
+        """Wait for a range of the plan; None when it will not arrive. Each is taken once.
 
         Raises DeadlineError, TierUnavailableError.
         """
@@ -461,7 +460,7 @@ class LayerStream:
             return self._whole.pop(number, None)
 
     def drop(self, chunk: int) -> None:
-        """Pass by what comes of frames from that of *chunk* on."""
+        """Skip all further data of frames from *chunk* on."""
         self._wanted_frames = min(self._wanted_frames, chunk)
 
     def _draw(self) -> None:
@@ -472,7 +471,7 @@ class LayerStream:
             else:
                 self._add(reply)
         except KVStoreError as error:
-            self._error = error  # for whoever waits next: nothing follows it
+            self._error = error  # for the next waiting thread
             raise
 
     def _reply(self) -> Arrival | None:
@@ -503,7 +502,7 @@ class LayerStream:
         follows = (reply.index, offset) == (wanted.chunk, wanted.start + at)
         if not follows or not 0 < len(data) <= size - at:
             raise InvalidFrameError("offset", offset, "parts must follow each other")
-        if not at and len(data) == size:  # the message's own bytes, not copied
+        if not at and len(data) == size:  # kept without a copy
             self._finish(data)
             return
         if self._partial is None:

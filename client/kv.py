@@ -1,4 +1,4 @@
-"""KV of a whole prompt, as a caller holds it: where each chunk of it lies."""
+"""KV of a whole prompt, as a caller holds it, and the location of each chunk in it."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ a list of such, one for each layer group; the parts of each layer by its number,
 head_dim) each; or ``cache[block_ids]`` of a PagedCache. All of the model's dtype, or unsigned
 integers of its size."""
 STAGED_BYTES = 256 << 20
-"""Of KV of CUDA tensors at most so much, and one chunk at least, is in memory of the host."""
+"""Limit of KV of CUDA tensors staged in host memory at once, but at least one chunk."""
 _NUMPY = {DType.float16: "f2", DType.float32: "f4", DType.uint8: "u1", DType.int8: "i1"}
 
 
@@ -69,8 +69,8 @@ class WholeKV:
 
 
 class StagedKV:
-    """CUDA tensors, see KV, of which a prompt's chunks pass through memory of the host: ``most``
-    of them at a time, and none before the first is there.
+    """CUDA tensors, see KV, whose chunks pass through host memory, ``most`` at a time; it is
+    allocated at the first chunk.
     """
 
     is_writable = True
@@ -94,7 +94,7 @@ class StagedKV:
         self._far: dict[int, Sequence[Any]] = dict(zip(numbers, far, strict=True))
         has_windows = any(group.kind is LayerKind.window for group in model.layer_groups)
         self._is_read = not is_target or has_windows
-        """A target's windows leave tokens out that stay the caller's."""
+        """Also for targets with windows: tokens left out of them keep the caller's contents."""
         self._size = prompt.chunk_tokens
         chunk_bytes = KVLayout.of(model, self._size).raw_bytes
         self.most = max(1, STAGED_BYTES // chunk_bytes)
@@ -102,15 +102,15 @@ class StagedKV:
         self._opening = Lock()
 
     def chunk(self, start: int, stop: int, layout: KVLayout | None = None) -> Any:
-        """Do what ``WholeKV.chunk`` does, in memory of the host. Raises TierUnavailableError.
+        """Do what ``WholeKV.chunk`` does, in host memory. Raises TierUnavailableError.
 
-        What was returned of other parts of the prompt is not to be used any more.
+        Invalidates what was returned for other parts of the prompt.
         """
         tokens = self.most * self._size
         first = start - (start - self._start) % tokens
-        with self._opening:  # who comes meanwhile needs it as well
+        with self._opening:  # concurrent callers wait for the same part
             if self._part is None or self._part.start != first:
-                self._part = None  # its memory is used again
+                self._part = None  # frees its memory first
                 self._part = self._open(first, min(self._stop, first + tokens))
             held = self._part
         return held.chunk(start, stop, layout)
@@ -125,14 +125,14 @@ class StagedKV:
         return _StagedPart(self._model, self._far, start, blocks, is_read=self._is_read)
 
     def came(self, count: int, layers: Iterable[int] = ()) -> None:
-        """Copy the chunks of the last part up to the first *count* of the prompt to the device, of
-        *layers* or of all. Raises TierUnavailableError.
+        """Copy the last part's chunks among the prompt's first *count* to the device: *layers*, or
+        all. Raises TierUnavailableError.
         """
         if self._part is not None:
             self._part.upload(self._prompt.end_of(count - 1), layers)
 
     def uploaded(self, layers: Generator[Layer, None, None]) -> Generator[Layer, None, None]:
-        """Yield *layers*, each of which has all chunks, once it is on the device."""
+        """Yield *layers*, of all chunks each, once they are on the device."""
         self.most = max(1, len(self._prompt.keys))
         with closing(layers):
             for layer in layers:
@@ -150,9 +150,9 @@ class _BlockIds(NamedTuple):
 
 
 class _StagedPart:
-    """Tokens from *start* on of a prompt, in memory of the host: a copy of *far*, if it *is_read*.
+    """Tokens from *start* on of a prompt, in host memory: a copy of *far*, if it *is_read*.
 
-    *far*: tensors of these tokens alone of each layer, or the pages of all *blocks*.
+    *far*: tensors of these tokens only for each layer, or all pages, of which it has *blocks*.
     """
 
     def __init__(
@@ -209,7 +209,7 @@ class _StagedPart:
                         self._scatter(self._blocks, far, near, (start, stop))
 
     def _scatter(self, blocks: _BlockIds, far: Any, near: Any, tokens: tuple[int, int]) -> None:
-        """Copy *tokens* of pages of one tensor, and no other slot of a block."""
+        """Copy *tokens* of one tensor's pages, and no other slot of a block."""
         (ids, size, axes), (start, stop) = blocks, tokens
         whole = range(-(-start // size), stop // size)
         if whole:
@@ -225,7 +225,7 @@ class _StagedPart:
 
 
 def _checked(name: str, kv: Any, model: Model) -> WholeKV:
-    """Return KV of the shapes of *kv*, CUDA tensors, once they are checked as the host's are."""
+    """Return KV of the shapes of *kv*, CUDA tensors, checked like host tensors."""
     if not all(map(is_on_device, _tensors(kv))):
         raise LayoutMismatchError(name, "a tensor of the host", "give CUDA tensors, or none")
     if isinstance(kv, Mapping):
@@ -248,9 +248,9 @@ AnyKV: TypeAlias = WholeKV | StagedKV | Blocks
 
 
 def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -> AnyKV:
-    """Return *kv*, the argument *name*, once it is checked: KV of *model*, of all of *prompt*.
+    """Return *kv*, the argument *name*, checked to be KV of *model* for all of *prompt*.
 
-    Raises LayoutMismatchError, and InvalidRequestError for a target that cannot be written to.
+    Raises LayoutMismatchError, and InvalidRequestError for a read-only target.
     """
     found: AnyKV
     if isinstance(kv, Blocks):
@@ -270,7 +270,7 @@ def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -
         raise LayoutMismatchError(name, found.tokens, fix)
     if is_target and not found.is_writable:
         raise InvalidRequestError(name, "read-only", "give memory that can be written to")
-    if is_target and not isinstance(kv, Blocks):  # whose pages were checked when they were given
+    if is_target and not isinstance(kv, Blocks):  # a PagedCache has checked its pages
         check_apart(name, _tensors(kv))
     return found
 
@@ -324,7 +324,7 @@ def _parts(name: str, parts: Any, group: LayerGroup) -> list[Part]:
 def empty_kv(model: Model, tokens: int) -> Any:
     """Return new tensors for *tokens* tokens: one, or of hybrid models one for each layer group.
 
-    They are numpy's, and torch's of the types that numpy lacks.
+    They are numpy arrays, or torch tensors for types that numpy lacks.
     """
     found = [_empty(group, tokens) for group in model.layer_groups]
     return found[0] if len(found) == 1 else found
@@ -340,17 +340,17 @@ def _empty(group: LayerGroup, tokens: int) -> Any:
 
 
 def first_tokens(kv: Any, tokens: int) -> Any:
-    """Return the first *tokens* of what ``empty_kv`` returned."""
+    """Return the first *tokens* of the tensors of ``empty_kv``."""
     if isinstance(kv, list):
         return [first_tokens(one, tokens) for one in kv]
     return kv[:, :, :, :tokens]
 
 
 class Prompt:
-    """The chunks of one prompt, and where the KV of each goes.
+    """The chunks of one prompt, and the location of each one's KV.
 
-    *tokens*: how many it has; None for one that is known by its *keys* alone, whose last chunk may
-    be short. Chunks that end within the first *start* tokens are left out.
+    *tokens*: how many it has; None for a prompt given by its *keys*, whose last chunk may be short.
+    Chunks that end within the first *start* tokens are left out.
     """
 
     def __init__(
@@ -365,7 +365,7 @@ class Prompt:
         first = sum(stop <= start for _, stop in whole)
         self.start: int = int(start)
         self.spans: Sequence[tuple[int, int]] = whole[first:]
-        """Of the chunks that are left, the first token and the one after the last."""
+        """First token, and the one after the last, of each chunk that is left."""
         self.keys: Sequence[ChunkKey] = keys[first:]
         self._every: Sequence[ChunkKey] = keys
         self._first: int = first
@@ -373,7 +373,7 @@ class Prompt:
         self._layouts: dict[int, KVLayout] = {}
 
     def target(self, held: AnyKV) -> Callable[[int, KVLayout], Any]:
-        """Return where each chunk goes in *held*, which has room for all of it."""
+        """Return the function from a chunk's index and layout to its tensors in *held*."""
 
         def room(index: int, layout: KVLayout) -> Any:
             start, stop = self.spans[index]
@@ -388,12 +388,12 @@ class Prompt:
         return room
 
     def reached(self, chunks: int) -> int:
-        """Return how many tokens there are once the first *chunks* of those left were read."""
+        """Return how many tokens the caller has once the first *chunks* left were read."""
         return max(self.start, self.end_of(chunks - 1) if chunks else 0)
 
     def usable(self, chunks: int, model: Model) -> int:
-        """Return how many of the first *chunks*, which were read, the model can go on from: the
-        last tokens before the end are in windows that were read, or the caller has them.
+        """Return how many of the *chunks* that were read the model can continue from: the windows
+        of the last tokens before that end were read, or the caller has them.
         """
         windows = [group for group in model.layer_groups if group.kind is LayerKind.window]
         while chunks and not all(self._has_window(group, chunks) for group in windows):
@@ -412,12 +412,12 @@ class Prompt:
         return True
 
     def end_of(self, index: int) -> int:
-        """Return where chunk number *index* of those left ends, once its layout is known."""
+        """Return where chunk *index* of those left ends; its layout must be known."""
         return self.spans[index][0] + self._layouts[index].tokens
 
     @property
     def chunks(self) -> Iterator[tuple[ChunkKey, ChainDigest, tuple[int, int]]]:
-        """Of each chunk that is left its key, the digest before it, and its span."""
+        """Key, parent digest and span of each chunk that is left."""
         before = parents(self._every)[self._first :]
         return zip(self.keys, before, self.spans, strict=True)
 
@@ -428,12 +428,12 @@ class Prompt:
 
     @property
     def least_tokens(self) -> int:
-        """The room that KV of this prompt needs."""
+        """The least tokens that KV of this prompt must have."""
         return self.stop if self._exact or not self.stop else self.stop - self.chunk_tokens + 1
 
 
 def batches_to_put(model: Model, prompt: Prompt, held: AnyKV) -> Iterator[list[Chunk]]:
-    """Yield the chunks of *prompt*, so many at a time as there is memory of the host for."""
+    """Yield the chunks of *prompt*, as many at a time as host memory is staged for."""
     named = list(prompt.chunks)
     most = held.most if isinstance(held, StagedKV) else max(1, len(named))
     for at in range(0, len(named), most):
@@ -448,9 +448,9 @@ def _chunk(model: Model, held: AnyKV, key: ChunkKey, parent: ChainDigest, span: 
 
 @dataclass(frozen=True, slots=True)
 class Hit:
-    """What a ``get`` found: the first ``tokens`` of the prompt, in ``chunks`` that were read.
+    """The result of ``get``: the first ``tokens`` of the prompt, in ``chunks`` that were read.
 
-    ``tiers``: where each chunk came from. ``kv``: the tensors, where no ``out`` was given.
+    ``tiers``: the source of each chunk. ``kv``: the tensors, if no ``out`` was given.
     """
 
     tokens: int

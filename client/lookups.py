@@ -1,4 +1,4 @@
-"""Lookups: which chunks of a prompt are there and what is worth loading; and a Lease of them."""
+"""Lookups: which chunks of a prompt are stored and worth loading; and a Lease of them."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match
 
 
 class Found(NamedTuple):
-    """The answer, where each batch's chunks lie, if that was requested, and by which transport."""
+    """The match, the places of each batch's chunks if requested, and the transport."""
 
     match: Match
     places: Sequence[bytes]
@@ -40,9 +40,9 @@ class Found(NamedTuple):
 def look_up(
     link: ServerLink, keys: Sequence[ChunkKey], wanted: pb.LookupRequest, deadline_ms: int
 ) -> Found:
-    """Look *keys* up, a batch after another up to the first that is not ready whole.
+    """Look *keys* up, batch after batch, up to the first that is not entirely ready.
 
-    *wanted* has everything but digests, session and deadline; what it waits comes on top.
+    *wanted* has everything but digests, session and deadline; its wait is added to *deadline_ms*.
     """
     total_ms = min(deadline_ms + wanted.wait_ms, MAX_DEADLINE_MS)
 
@@ -64,12 +64,12 @@ def look_up(
                 count = len(part) // DIGEST_BYTES
                 matches.append(match_from_message(reply, count))
                 places.append(reply.places)
-                if matches[-1].ready < count:  # so nothing behind it is of use
+                if matches[-1].ready < count:  # later batches are of no use
                     break
-                request.ClearField("prefill")  # a plan of what is behind the first makes no sense
+                request.ClearField("prefill")  # a plan without the first batch makes no sense
         except BaseException:
             leases = [lease for match in matches for lease in match.leases]
-            with suppress(DeadlineError):  # with no time left they end with theirs
+            with suppress(DeadlineError):  # with no time left they expire
                 if leases:
                     transport.release(leases, left_ms())
             raise
@@ -79,15 +79,15 @@ def look_up(
 
 
 def viewer(found: Found, keys: Sequence[ChunkKey]) -> View:
-    """Return what shows the leased *keys* in the server's memory; their places came by batches."""
+    """Return the views of the leased *keys* in the server's memory, by index."""
     limit = found.transport.session.terms.max_batch_chunks
-    pairs = zip(found.places, batches(keys, limit), strict=False)  # of the last none may be ready
+    pairs = zip(found.places, batches(keys, limit), strict=False)  # the last may have none ready
     views = [found.transport.viewer(rows, some) for rows, (_, some) in pairs]
     return views[0] if len(views) == 1 else lambda index: views[index // limit](index % limit)
 
 
 def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
-    """Return the answer to a lookup of *asked* chunks. Raises KVStoreError if it is none."""
+    """Return the match of a lookup of *asked* chunks. Raises KVStoreError if it is invalid."""
     names, sources = tuple(message.tier_names), message.tiers
     ready = message.ready
     fits = len(sources) == ready and len(message.load_us) == 4 * ready <= 4 * asked
@@ -120,9 +120,9 @@ def _plan_from_message(message: pb.LookupResponse, asked: int) -> LoadPlan | Non
 
 
 def joined(matches: Sequence[Match], asked: int) -> Match:
-    """Return the answer about *asked* chunks, of which all but the last of *matches* are ready.
+    """Return the match of *asked* chunks; all of *matches* but the last are entirely ready.
 
-    There is no plan where not all of them were asked for at once.
+    It has no plan unless they were one request.
     """
     first, last = matches[0], matches[-1]
     if first.ready + first.pending + first.missing == asked:
@@ -144,7 +144,7 @@ def joined(matches: Sequence[Match], asked: int) -> Match:
 def prefix_plan(match: Match, chunk_tokens: int, chunks: int, engine: EngineTerms) -> LoadPlan:
     """Plan a prompt of several batches: load from its start, compute the rest.
 
-    A server plans no more than one batch. Never slower than to compute all.
+    A server plans one batch at most. Never slower than to compute all.
     """
     tokens, prefill = engine.prompt_tokens, engine.prefill
     spans = [(at * chunk_tokens, min((at + 1) * chunk_tokens, tokens)) for at in range(match.ready)]
@@ -161,7 +161,7 @@ def prefix_plan(match: Match, chunk_tokens: int, chunks: int, engine: EngineTerm
 
 
 class Held:
-    """What *leases* keep, until it is released: leave the ``with`` to do it."""
+    """Chunks under *leases*; leave the ``with`` to release them."""
 
     def __init__(
         self, leases: Sequence[int], release: Callable[[Sequence[int], Hints], None]
@@ -172,10 +172,7 @@ class Held:
         self._process = FORKS.process
 
     def release(self, hints: Hints = NO_HINTS) -> None:
-        """End the lease, and say what is known of its chunks by now. Idempotent.
-
-        A child leaves it to the parent.
-        """
+        """End the lease, and send *hints* on its chunks. Idempotent; does nothing in a child."""
         was_released, self._is_released = self._is_released, True
         if not was_released and self._process is FORKS.process:
             self._release(self._leases, hints)
@@ -188,7 +185,7 @@ class Held:
 
 
 class Lease(Held):
-    """``match`` says what is ready; ``keys`` are those chunks. Leave the ``with`` to release."""
+    """``keys`` are the chunks that ``match`` has ready. Leave the ``with`` to release them."""
 
     def __init__(
         self,
@@ -205,11 +202,10 @@ class Lease(Held):
         self._view = view
 
     def view(self, index: int) -> ChunkView | None:
-        """Return the chunk of ``keys[index]`` where it lies in the server's memory.
+        """Return a view of the chunk of ``keys[index]`` in the server's memory.
 
-        None when it lies elsewhere or memory is not shared: ``get`` reads it then. Raises
-        LeaseExpiredError after the release, past the lease's time or in a child process,
-        ChunkCorruptError.
+        None when it is elsewhere or memory is not shared: use ``get``. Raises LeaseExpiredError
+        after the release, past the lease's time or in a child process, ChunkCorruptError.
         """
         FORKS.check(self._process, "the lease")
         if not is_whole(index) or not 0 <= index < len(self.keys):
@@ -220,7 +216,7 @@ class Lease(Held):
         return self._view(index)
 
     def get(self, out: Sequence[LayerTensors] | None = None) -> list[ChunkTensors]:
-        """Read the leased chunks, into *out* where given, as ``Client.get_chunks`` does.
+        """Read the leased chunks, into *out* if given, as ``Client.get_chunks`` does.
 
         Raises LeaseExpiredError after the release, past the lease's time or in a child.
         """

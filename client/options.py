@@ -1,6 +1,4 @@
-"""How a client behaves, and with what it proves who it is. Values only; nothing here reads the
-environment.
-"""
+"""Options of a client, and its credentials. Values only; nothing here reads the environment."""
 
 from __future__ import annotations
 
@@ -22,30 +20,30 @@ from kvstore.proto.types import DEFAULT_CHUNK_TOKENS
 
 MAX_TOKEN_CHARS = 8192
 FIRST_LOGIN_UID = 1000
-"""Users below are the system's: only root makes them. Those above log in, and may listen on any
-port that a server left (login.defs(5), UID_MIN)."""
+"""Users below are system users. Those from here on log in, and may listen on any port that a server
+has freed (login.defs(5), UID_MIN)."""
 _LISTENS = "0A"
 _TARGET = re.compile(r"(?:[\w.-]+|\[[0-9A-Fa-f:.%\w]+\]):([0-9]{1,5})")
 SCHEMES = ("unix:", "unix-abstract:", "dns:", "ipv4:", "ipv6:")
-"""Of gRPC's targets, besides HOST:PORT."""
+"""Schemes of gRPC targets, besides HOST:PORT."""
 _HEADER = "authorization"
 _NO_PROXY = ("grpc.enable_http_proxy", 0)
-"""gRPC would take one out of the environment, for the loopback and a cluster's addresses too."""
+"""Else gRPC uses the environment's proxy, even for loopback and cluster addresses."""
 TransportName = Literal["auto", "shm", "tcp", "grpc"]
 MAX_DEADLINE_MS = 600_000
-"""The longest that a server grants."""
+"""The longest deadline that a server grants."""
 MAX_NAME_CHARS = 128
-"""Of a client's name and of a tenant's."""
+"""Limit of a client's name and of a tenant's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Access:
-    """``tls`` encrypts; with ``ca`` only servers that it signed are believed, else those that the
-    system's roots did. ``cert`` and ``key``, all PEM files, are the client's own, for servers that
-    ask for one; ``server_name`` is what the server's certificate says, where that is not the
-    address. ``token`` is an API key or a JWT; ``token_file`` has one, and is read again when it
-    was replaced. Without TLS a token goes to this host alone, and only where this user, root or a
-    user of the system listens; ``insecure`` lets it travel in plain text anywhere.
+    """``tls`` encrypts; ``ca`` is the CA bundle that verifies servers, by default gRPC's root
+    certificates. ``cert`` and ``key``, all PEM files, are the client certificate and key for
+    mutual TLS; ``server_name`` is the name in the server's certificate, if not the address.
+    ``token`` is an API key or a JWT; ``token_file`` has one, and is read again when it is replaced.
+    Without TLS a token is sent only to this host, and only if this user, root or a system user
+    listens there; ``insecure`` permits it in plain text anywhere.
     """
 
     tls: bool = False
@@ -66,7 +64,9 @@ class Access:
             object.__setattr__(self, "tls", True)
 
     def open(self, address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
-        """Return a channel to *address*. Raises InvalidRequestError for files that will not do."""
+        """Return a channel to *address*. Raises InvalidRequestError for unreadable files, or a
+        token that would be sent in plain text.
+        """
         options = [*options, _NO_PROXY]
         if not self.tls:
             if (self.token or self.token_file) and not self.insecure:
@@ -81,11 +81,11 @@ class Access:
 
 
 OPEN = Access()
-"""In plain text, and without saying who one is."""
+"""Plain text, without credentials."""
 
 
 def check_address(address: str) -> None:
-    """Raise InvalidRequestError for what is no HOST:PORT, [IPV6]:PORT or target of gRPC's."""
+    """Raise InvalidRequestError unless it is HOST:PORT, [IPV6]:PORT or a gRPC target."""
     if isinstance(address, str):
         found = _TARGET.fullmatch(address)
         if address.startswith(SCHEMES) or (found and 0 < int(found[1]) < 1 << 16):
@@ -94,10 +94,10 @@ def check_address(address: str) -> None:
 
 
 class Bearer:
-    """The metadata that brings a token along. Thread-safe."""
+    """The call metadata with the token. Thread-safe."""
 
     def __init__(self, access: Access) -> None:
-        """Raises InvalidRequestError for a token that will not do."""
+        """Raises InvalidRequestError for an invalid token."""
         self._path = access.token_file
         self._metadata = _metadata(access.token) if access.token else None
         self._seen: tuple[int, int] | None = None
@@ -106,7 +106,7 @@ class Bearer:
             self.metadata()
 
     def metadata(self) -> tuple[tuple[str, str], ...] | None:
-        """Return what goes along with a call; None: nothing."""
+        """Return the metadata of a call; None without a token."""
         path = self._path
         if path is None:
             return self._metadata
@@ -138,7 +138,7 @@ def _read(path: Path) -> bytes:
 
 
 def _check_plain(address: str) -> None:
-    """Raise InvalidRequestError where a token in plain text would go to who should not have it."""
+    """Raise InvalidRequestError where a token in plain text might leak."""
     if not _is_near(address):
         fix = "a token would travel in plain text: give tls or ca, or insecure"
         raise InvalidRequestError("access", address, fix)
@@ -149,7 +149,7 @@ def _check_plain(address: str) -> None:
 
 
 def _listeners(address: str) -> set[int]:
-    """Return the users who listen on a port of this host, as far as the kernel says."""
+    """Return the users who listen on a port of this host, by /proc."""
     port = address.rpartition(":")[2]
     found = set()
     for table in ("/proc/net/tcp", "/proc/net/tcp6"):
@@ -174,21 +174,19 @@ def _is_near(address: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class ClientOptions:
-    """``transport`` auto takes shared memory on the server's host; elsewhere tcp where the server
+    """``transport`` auto uses shared memory on the server's host; elsewhere tcp if the server
     offers it, else gRPC.
 
-    ``deadline_ms`` bounds every call. ``staging_bytes`` of memory are shared with the server
-    to put through; four frames at least, whatever is given. After the server did not answer,
-    calls fail at once for ``retry_after_ms``
-    rather than wait again. ``name`` shows in the server's log and status. ``copy_threads``
-    verify and copy what a get of several chunks brings. ``assets`` is a folder of model assets,
-    as ``kvstore calibrate`` writes them, for frames that are read as they lie on a tier.
-    ``access`` says who the client is, ``tenant`` whose chunks it is about: empty for those of
-    whoever it is, or ``pool:NAME`` for a pool that tenants share. With ``read_peers`` what another
-    node has in memory is read from there, where the server says so and its port is reached.
-    With ``sglang_names`` prompts that are named by nothing but their tokens are named as SGLang
-    names them, which finds its pages where they have ``chunk_tokens`` tokens. With a ``shard`` the
-    KV that is put and got is that of one rank of a parallel engine, of ``shard.part_of(model)``;
+    ``deadline_ms`` bounds every call. ``staging_bytes`` of memory, at least four frames, are shared
+    with the server for puts. After the server did not answer, calls fail at once for
+    ``retry_after_ms`` rather than wait again. ``name`` shows in the server's log and status.
+    ``copy_threads`` verify and copy the chunks of a get. ``assets`` is a folder of model assets,
+    as ``kvstore calibrate`` writes them, for frames read as stored on a tier. ``access`` has the
+    credentials; ``tenant`` owns the chunks: empty for the caller's own, or ``pool:NAME`` for a pool
+    that tenants share. With ``read_peers``, chunks in another node's memory are read from there,
+    if the server directs so and that port is reachable. With ``sglang_names``, prompts keyed by
+    tokens alone have SGLang's names, which match its pages of ``chunk_tokens`` tokens. With a
+    ``shard``, KV is put and got for one rank of a parallel engine, of ``shard.part_of(model)``;
     layer by layer there are whole chunks only.
     """
 

@@ -1,4 +1,4 @@
-"""PagedCache: an engine's paged cache as the engine has it, read and written where it lies."""
+"""PagedCache: an engine's paged cache in the engine's layout, read and written in place."""
 
 from __future__ import annotations
 
@@ -30,12 +30,12 @@ PageTensors: TypeAlias = "TensorLike | Sequence[TensorLike | Sequence[TensorLike
 
 
 def page_axes(names: str) -> tuple[str, ...]:
-    """Return the axes of a page tensor, in their order, of their *names* with spaces between.
+    """Return the axes of a page tensor, in order, from their space-separated *names*.
 
     ``block``: block ids. ``token``: slots of one block. ``kv``: K and V. ``head``: KV heads.
-    ``dim``: elements of a head. ``layer``: for one tensor that has all layers. What has one
-    entry only may be left out, but for ``block`` and ``dim``; ``kv`` also where K and V are
-    tensors of their own. Raises LayoutMismatchError.
+    ``dim``: elements of a head. ``layer``: for one tensor with all layers. Axes of length 1 may be
+    left out, except ``block`` and ``dim``; so may ``kv`` if K and V are separate tensors. Raises
+    LayoutMismatchError.
 
     vLLM's (2, blocks, block_tokens, kv_heads, head_dim) is ``kv block token head dim``,
     its HND layout (blocks, 2, kv_heads, block_tokens, head_dim) ``block kv head token dim``.
@@ -53,13 +53,13 @@ def _mismatch(axes: tuple[str, ...], fix: str) -> LayoutMismatchError:
 
 
 class PagedCache:
-    """Page tensors of every layer, numpy or torch, checked when it is made.
+    """Page tensors of every layer, numpy or torch, checked by the constructor.
 
     ``pages``: see PageTensors; layers in the order of the Model's groups; ``axes``: see page_axes.
     ``cache[block_ids]`` is a request's KV: token t is in slot ``t % block_tokens`` of block
     ``block_ids[t // block_tokens]``, in every layer. Raises LayoutMismatchError for anything that
-    is not the Model's KV, InvalidRequestError for pages that overlap but could be written to.
-    Blocks of CUDA tensors are copied by way of the host.
+    is not the Model's KV, InvalidRequestError for writable pages that overlap. Blocks of CUDA
+    tensors are copied through host memory.
     """
 
     def __init__(self, model: Model, pages: PageTensors, axes: str) -> None:
@@ -78,7 +78,7 @@ class PagedCache:
             raise _mismatch(rest, "leave kv out where K and V are tensors of their own")
         self.axes = rest
         self.far: list[list[Any]] = []
-        """Of CUDA pages the tensors of each layer, by ``axes``; ``groups`` has but their shapes."""
+        """The tensors of each layer of CUDA pages, by ``axes``; ``groups`` has their shapes."""
         everything = [list(_tensors_of(entry)) for entry in layers]
         on_device = [is_on_device(one) for some in everything for one in some]
         if any(on_device):
@@ -111,22 +111,20 @@ class PagedCache:
         return all(p.flags.writeable for g in self.groups for parts in g for p in parts)
 
     def __getitem__(self, block_ids: Sequence[int]) -> Blocks:
-        """Return the KV of a request. Raises InvalidRequestError for blocks that are not there or
-        named twice.
-        """
+        """Return the KV of a request. Raises InvalidRequestError for unknown or repeated ids."""
         return Blocks(self, check_block_ids(block_ids, self.blocks))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Blocks:
-    """The KV of one request, in blocks of a PagedCache; see there."""
+    """The KV of one request, in blocks of a PagedCache."""
 
     cache: PagedCache
     block_ids: NDArray[np.intp]
 
     @property
     def tokens(self) -> int:
-        """How many tokens the blocks have room for."""
+        """How many tokens the blocks can hold."""
         return len(self.block_ids) * self.cache.block_tokens
 
     @property

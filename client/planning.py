@@ -1,11 +1,11 @@
-"""What is worth loading: what link and engine take, and the plan of a request with a deadline.
+"""Load planning: meters of link and engine, and the plan of a request with a deadline.
 
-The streaming controller of CacheGen (arXiv 2310.07240, section 5.3) over layered frames: what
-has arrived of a chunk is used at any level, so a plan that proves too bold is cut short and
-nothing that came is wasted. Departures: the link is measured, never known; the engine computes
-chunks by its own cost model, while others load; the deadline belongs to the whole request.
+The streaming controller of CacheGen (arXiv 2310.07240, section 5.3) over layered frames: the
+bytes of a chunk that have arrived are used at any level, so an optimistic plan is cut short without
+waste. Departures: the bandwidth is measured, never given; the engine computes chunks by its own
+cost model while others load; the deadline is that of the whole request.
 
-No I/O: ``Progress.plan`` again whenever a batch came.
+No I/O: call ``Progress.plan`` again after each batch.
 """
 
 from __future__ import annotations
@@ -26,41 +26,41 @@ from kvstore.proto.plans import PrefillModel as PrefillModel
 from kvstore.proto.types import Accuracy
 
 LEAST_TOKENS = 32
-"""Fewer take what a step takes, however fast the engine is."""
+"""Fewer tokens take the time of a step, which does not show the engine's speed."""
 SAMPLES_KEPT = 32
 DOUBT = 2.0
-"""Where only estimates are compared, an engine counts as so many times slower than it was: a hit
-that would have been sooner computed costs little, and one given up in vain costs the engine."""
+"""Factor by which estimates assume the engine slower than measured: to load a chunk that is faster
+to compute costs little, to compute one that is faster to load costs engine time."""
 LEAST_LEFT_S = 0.001
-"""What is left at least of a deadline, once it has passed: no load is worth it then."""
+"""The time left of a deadline that has passed: no load is worth it then."""
 LEAST_LOOKUP_MS = 50
-"""What a lookup may take however near the deadline is: one that is late holds up others, too."""
+"""Least time for a lookup, however near the deadline: a late one delays others, too."""
 RECOMPUTE = -1
 """A chunk that the engine computes."""
 MISSING = -2
-"""A chunk of which nothing has come."""
+"""A chunk of which no level has arrived."""
 SPLITS_TRIED = 12
-"""Where the loads begin or end: a plan is to take milliseconds, whatever the prompt's length."""
+"""Points tried as start or end of the loads: a plan takes milliseconds for any prompt."""
 BATCH_S = 0.05
-"""What is requested at once, by the link's mean: no plan is older than that by much."""
+"""Link time of a batch, by the mean: no plan gets much older."""
 FIRST_BATCH_BYTES = 4 << 20
-"""The first batch of a get, as nobody knows what the link gives now."""
+"""The first batch of a get, while the bandwidth is unknown."""
 QUIET_S = 2 * BATCH_S
-"""A link that brought no batch for so long is quiet."""
+"""A link without a batch for this long is quiet."""
 BATCH_GROWTH = 4
-"""A batch has so many times the bytes of the one before at most."""
+"""A batch has at most this many times the bytes of the one before."""
 MAX_DECODE_SHARE = 0.5
-"""Of the deadline: at most so much is kept for decoding what came."""
+"""Largest share of the deadline that is reserved for decoding."""
 CUT_SHORT_S = 0.03
-"""A read that is cut short may end so much later: its next piece is on the way."""
+"""How much later a read that is cut short may end: its next piece is in flight."""
 MAX_LATER_SHARE = 0.125
-"""Of what computing everything takes: loads may end in vain so much later at most."""
+"""How much later failed loads may end, as a share of the time to compute everything."""
 EWMA_WEIGHT = 0.3
 CAUTIOUS_SHARE = 0.2
 WEIGHED_S = 0.05
-"""A transfer that took longer than this counts for as many as it could have been."""
+"""A longer transfer weighs as much as the transfers of this length that it could have been."""
 DOUBLING_S = 5.0
-"""In what time a link of which nothing came is taken to give twice as much."""
+"""The estimate of an idle link doubles in this time."""
 _LEAST_S = 1e-9
 
 
@@ -68,9 +68,9 @@ _LEAST_S = 1e-9
 class Deadline:
     """A request with a deadline, ``deadline_s`` seconds from ``began_s`` on.
 
-    ``compute`` is given chunks of the prompt, from the first one on, while the last ones load;
+    ``compute`` is passed chunks of the prompt, from the first one on, while the last ones load;
     None for an engine that computes nothing until the loads are over. Afterwards ``computed`` is
-    how many it was given.
+    their number.
     """
 
     deadline_s: float
@@ -80,15 +80,15 @@ class Deadline:
 
     @property
     def left_s(self) -> float:
-        """Seconds that are left; negative once it is late."""
+        """Seconds left; negative once it is late."""
         return self.deadline_s - (time.monotonic() - self.began_s)
 
 
 class PrefillMeter:
-    """Learns what an engine takes a token, from what it computed. Any thread may call.
+    """Measures the engine's time a token. Thread-safe.
 
-    The median of the last SAMPLES_KEPT, by tokens: a pause between two steps, or a model that is
-    compiled at its first one, moves nothing for long, and a few tokens take what a step takes.
+    The median of the last SAMPLES_KEPT samples, weighted by tokens: a pause between steps, or a
+    slow first step that compiles the model, has no lasting effect.
     """
 
     def __init__(self) -> None:
@@ -96,13 +96,13 @@ class PrefillMeter:
         self._lock = threading.Lock()
 
     def observe(self, tokens: int, seconds: float) -> None:
-        """Take note that *tokens* were computed in so many seconds; of too few nothing."""
+        """Record that *tokens* took *seconds*; fewer than LEAST_TOKENS are ignored."""
         if tokens >= LEAST_TOKENS and seconds > 0:
             with self._lock:
                 self._seen.append((seconds / tokens, tokens))
 
     def model(self, doubt: float = 1.0) -> PrefillModel | None:
-        """Return what a token takes, times *doubt*; None before anything was computed."""
+        """Return the cost of a token, times *doubt*; None before the first sample."""
         with self._lock:
             samples = sorted(self._seen)
         left = sum(tokens for _, tokens in samples) / 2
@@ -116,10 +116,10 @@ class PrefillMeter:
 def chunks_worth_loading(
     load_us: Sequence[int], spans: Sequence[tuple[int, int]], total: int, prefill: PrefillModel
 ) -> int:
-    """Return how many chunks to load of those in reach, the rest of the prompt being computed.
+    """Return how many chunks to load, from the first on, with the rest of the prompt computed.
 
-    ``load_us[i]`` is the load of the chunk at ``spans[i]``, first token and the one after its
-    last, as a lookup estimates it; *total* the prompt's tokens. The fewest that end soonest.
+    ``load_us[i]`` is a lookup's estimate of the load of the chunk at ``spans[i]``, its first token
+    and the one after its last; *total* the prompt's tokens. The fewest that end soonest.
     """
     best, best_s, loaded_s = 0, prefill.seconds(total, 0), 0.0
     for count, (load, (_, stop)) in enumerate(zip(load_us, spans, strict=True), start=1):
@@ -132,12 +132,12 @@ def chunks_worth_loading(
     return best
 
 
-# --- what the link gives
+# --- the link
 
 
 @dataclass(frozen=True, slots=True)
 class LinkEstimate:
-    """Bytes a second: to expect, and to count on. Raises InvalidRequestError unless positive."""
+    """Bytes a second: mean, and cautious. Raises InvalidRequestError unless positive."""
 
     mean_bytes_per_s: float
     p20_bytes_per_s: float
@@ -149,10 +149,10 @@ class LinkEstimate:
 
 
 class LinkMeter:
-    """Learns from transfers; *prior_bytes_per_s* stands until the first. Any thread may call.
+    """Measures transfers; the estimate is *prior_bytes_per_s* until the first. Thread-safe.
 
-    With a *clock* what was seen ages: a link from which nothing comes, as it was slow, would stay
-    slow for ever. Its estimate doubles every DOUBLING_S, up to the prior, until the next transfer.
+    With a *clock* the estimate of an idle link doubles every DOUBLING_S, up to the prior: a slow
+    link that is not used would stay slow for ever.
     """
 
     def __init__(self, prior_bytes_per_s: float, clock: Callable[[], float] | None = None) -> None:
@@ -164,7 +164,7 @@ class LinkMeter:
         self._lock = threading.Lock()
 
     def observe(self, size_bytes: int, seconds: float) -> None:
-        """Take note of one transfer; an empty one says nothing."""
+        """Record one transfer; an empty one is ignored."""
         if size_bytes <= 0:
             return
         found = size_bytes / max(seconds, _LEAST_S)
@@ -175,9 +175,8 @@ class LinkMeter:
             self._seen_s = self._clock()
 
     def estimate(self) -> LinkEstimate:
-        """Return the exponentially weighted mean, and the 20th percentile of the last samples.
-
-        The latter is never more than the mean: one slow transfer is caution enough.
+        """Return the exponentially weighted mean, and the 20th percentile of the last samples, or
+        the mean if that is less.
         """
         with self._lock:
             mean, samples = self._mean, list(self._samples)
@@ -191,20 +190,20 @@ class LinkMeter:
 
 @dataclass(frozen=True, slots=True)
 class Meters:
-    """What a client has seen of its link and of its decoders. *clock* returns seconds."""
+    """A client's measurements of its link and its decoders. *clock* returns seconds."""
 
     link: LinkMeter
     decoder: LinkMeter
     clock: Callable[[], float] = time.monotonic
 
 
-# --- what a request needs, and has
+# --- a request and its progress
 
 
 @dataclass(frozen=True, slots=True)
 class LevelledChunk:
-    """A chunk, and what its levels take: its first ``end_bytes[k]`` bytes make it readable at level
-    k. Of a chunk that cannot be loaded there are none. Raises InvalidRequestError unless they grow.
+    """A chunk and its levels: with its first ``end_bytes[k]`` bytes it is readable at level k. A
+    chunk that cannot be loaded has no levels. Raises InvalidRequestError unless they grow.
     """
 
     tokens: int
@@ -218,24 +217,24 @@ class LevelledChunk:
             raise InvalidRequestError("end_bytes", self.end_bytes, "must grow with each level")
 
     def reached(self, arrived_bytes: int) -> int:
-        """Return the highest level that so many of its first bytes are; else MISSING."""
+        """Return the highest level that its first *arrived_bytes* complete; else MISSING."""
         count = sum(end <= arrived_bytes for end in self.end_bytes)
         return count - 1 if count else MISSING
 
 
 @dataclass(frozen=True, slots=True)
 class PlanTerms:
-    """What a request needs, and what its engine and decoder do.
+    """The demands of a request, and the costs of its engine and decoder.
 
-    ``deadline_s`` is from the request's start to all KV being there (the time to first token
-    less what follows). ``decode_bytes_per_s`` 0 stands for what the client has measured; a plan
-    needs a number. Decoding of a chunk runs beside the load of the next.
+    ``deadline_s`` is from the request's start until all KV is there (the time to first token
+    less what follows). ``decode_bytes_per_s`` 0 stands for the client's measurement; a plan needs a
+    number. A chunk is decoded while the next one loads.
 
-    Without ``prefill`` nothing is known of the engine: loads end with the deadline. With it a
-    request is no later than by computing everything. Chunks come from the first on, and when that
-    is over the engine computes those behind them; or, without ``loads_first``, it computes from
-    the first one on while they come from the last one back, so that wherever both meet there is a
-    prompt. ``tail_tokens`` behind the chunks are computed in any case.
+    Without ``prefill`` the engine's cost is unknown: loads end with the deadline. With it a request
+    is no later than by computing everything. Chunks load from the first on, and the engine then
+    computes those behind them; or, without ``loads_first``, it computes from the first one on while
+    they load from the last one back, so the prompt is complete where both meet. ``tail_tokens``
+    behind the chunks are computed in any case.
     """
 
     deadline_s: float
@@ -254,23 +253,23 @@ class PlanTerms:
 
     @property
     def deadline_ms(self) -> int:
-        """The deadline of the calls that load, which a server grants."""
+        """The deadline of calls that load, within a server's limit."""
         return max(1, min(int(1000 * self.deadline_s), MAX_DEADLINE_MS))
 
     def span_s(self, tokens: int, context: int) -> float:
-        """Return what *tokens* take in one go: each has those before it as its context, too."""
+        """Return the time to compute *tokens* at once; earlier ones are context of later ones."""
         return 0.0 if self.prefill is None else self.prefill.seconds(tokens, context + tokens // 2)
 
     def compute_s(self, chunks: Sequence[LevelledChunk], loaded: int = 0) -> float:
-        """Return what the engine takes for *chunks* and the tail, but for the first *loaded*."""
+        """Return the engine's time for *chunks* after the first *loaded*, and the tail."""
         sizes = [chunk.tokens for chunk in chunks]
         return self.span_s(sum(sizes[loaded:]) + self.tail_tokens, sum(sizes[:loaded]))
 
     def later_s(self, chunks: Sequence[LevelledChunk]) -> float:
-        """Return how much later than without loads a prompt may be whose loads came to nothing.
+        """Return how much later than without loads a prompt may be whose loads fail.
 
-        What a chunk takes to compute, or a batch to load, but no more than MAX_LATER_SHARE of all,
-        and than the deadline: what is known of the engine may be wrong.
+        The time to compute a chunk or to load a batch, but at most MAX_LATER_SHARE of all, and at
+        most the deadline: the engine's estimate may be wrong.
         """
         first_s = self.span_s(chunks[0].tokens, 0) if chunks else 0.0
         later_s = min(MAX_LATER_SHARE * self.compute_s(chunks), max(BATCH_S, first_s))
@@ -288,10 +287,10 @@ class Fetch(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What every chunk is to come to: a level, or RECOMPUTE.
+    """The action for each chunk: a level to load, or RECOMPUTE.
 
-    ``ready_s`` is when, counted from the request's start, by the cautious estimate of the link
-    when that meets the deadline, else by the mean.
+    ``ready_s`` is the end, from the request's start, by the cautious estimate of the link if that
+    meets the deadline, else by the mean.
     """
 
     actions: tuple[int, ...]
@@ -301,10 +300,10 @@ class Plan:
 
 @dataclass(frozen=True)
 class Progress:
-    """How far the request of *terms* for *chunks* is: what it has of each, and until when the
-    engine is busy. ``levels[i]`` is a level, RECOMPUTE (done or begun: the first ones) or MISSING.
+    """The progress of a request of *terms* for *chunks*: the level of each, and when the engine is
+    free. ``levels[i]`` is a level, RECOMPUTE (computed or begun: the first ones) or MISSING.
 
-    Raises InvalidRequestError for levels of other chunks.
+    Raises InvalidRequestError for levels that the chunks do not have.
     """
 
     chunks: Sequence[LevelledChunk]
@@ -314,7 +313,7 @@ class Progress:
     engine_until_s: float = 0.0
     """On the same clock."""
     undecoded_bytes: int = 0
-    """Of chunks that came and are not decoded, as more of them is to come."""
+    """Raw size of chunks that have arrived and are not decoded yet."""
 
     def __post_init__(self) -> None:
         if len(self.chunks) != len(self.levels) or not all(
@@ -332,7 +331,7 @@ class Progress:
 
     @property
     def begun(self) -> int:
-        """How many of the first chunks the engine has begun."""
+        """How many chunks, from the first on, the engine has begun."""
         return sum(1 for _ in takewhile(lambda has: has == RECOMPUTE, self.levels))
 
     @cached_property
@@ -340,13 +339,13 @@ class Progress:
         return [chunk.tokens for chunk in self.chunks]
 
     def left_s(self) -> float:
-        """Return what the engine takes for what has not come, and the tail."""
+        """Return the engine's time for the missing chunks and the tail."""
         terms, levels, sizes = self.terms, self.levels, self._sizes
         if not self.is_beside:
             loaded = sum(1 for _ in takewhile(lambda has: has >= 0, levels))
             return terms.compute_s(self.chunks, loaded)
         missing = [size for size, has in zip(sizes, levels, strict=True) if has == MISSING]
-        # In goes of half of what is left: see ``to_compute``.
+        # In steps of half of the rest: see ``to_compute``.
         start_s = 0.0 if terms.prefill is None else terms.prefill.start_s
         starts_s = start_s * max(0, len(missing).bit_length() - 1)
         return (
@@ -354,12 +353,12 @@ class Progress:
         )
 
     def wait_until_s(self) -> float:
-        """Return until when to wait for more; what is not there by then is computed.
+        """Return until when to wait for more; chunks missing by then are computed.
 
-        On the clock of ``elapsed_s``. What came and is not decoded yet is so afterwards, and so is
-        the last chunk. An engine that begins then is done when it would have been without loads or
-        ``later_s`` after that, and by the deadline if it would have been. Needs no estimate of the
-        link: so much is what a wrong one costs.
+        On the clock of ``elapsed_s``. It leaves time to decode the undecoded chunks and one more.
+        An engine that begins then finishes at most ``later_s`` later than without loads, and by
+        the deadline if it could have without loads. It uses no estimate of the link, which bounds
+        the cost of a wrong one.
         """
         terms = self.terms
         largest_bytes = max((chunk.raw_bytes for chunk in self.chunks), default=0)
@@ -369,7 +368,7 @@ class Progress:
             return terms.deadline_s - decode_s
         whole_s = terms.compute_s(self.chunks)
         end_s = whole_s + terms.later_s(self.chunks)
-        if MISSING not in self.levels:  # refinements are worth no risk
+        if MISSING not in self.levels:  # refinements justify no delay
             margin_s = min(BATCH_S, MAX_LATER_SHARE * terms.deadline_s)
             end_s = min(whole_s, terms.deadline_s - margin_s)
         elif whole_s <= terms.deadline_s:
@@ -377,12 +376,12 @@ class Progress:
         return end_s - self.left_s() - (decode_s if max(self.levels) >= 0 else 0.0)
 
     def to_compute(self, found: Plan, *, is_quiet: bool) -> int:
-        """Return how many of the first chunks the engine is to compute in one go from now on.
+        """Return how many of the next chunks the engine is to compute in one step.
 
-        Half of those that *found* has it compute: the link may prove faster, and each go costs a
-        start. Half of all that is left when it *is_quiet*: the link gave nothing since that plan.
-        Where the engine by itself is late, no go takes more than half of the time that is left: a
-        longer one would be late although the link comes back.
+        Half of those to compute by *found*: the link may become faster, and each step costs a
+        start. Half of all missing ones when it *is_quiet*: no batch arrived since that plan. If the
+        engine alone would be late, a step takes at most half of the time left: a longer one would
+        be late even if the link recovers.
         """
         terms, sizes, first = self.terms, self._sizes, self.begun
         left = takewhile(lambda has: has == MISSING, self.levels[first:])
@@ -393,17 +392,17 @@ class Progress:
             most_s = (left_s - terms.span_s(terms.tail_tokens, sum(sizes))) / 2
             ends = accumulate(sizes[first : first + count])
             fit = takewhile(lambda tokens: terms.span_s(tokens, sum(sizes[:first])) <= most_s, ends)
-            count = sum(1 for _ in fit) or count  # a chunk is the least: it is late anyway
+            count = sum(1 for _ in fit) or count  # none fits: it is late anyway
         return count
 
     # --- the plan
 
     def plan(self, link: LinkEstimate) -> Plan:
-        """Return the plan that computes least of those in time, with its chunks at the highest
-        levels that there is time for; the soonest if none is in time.
+        """Return the plan that computes least among those in time, with chunks at the highest
+        levels that fit; the soonest plan if none is in time.
 
         Chunks are loaded up to the first that cannot be: those behind it are computed like the
-        tail. What has come stays.
+        tail. Chunks that have arrived stay.
         """
         splits, terms = self._splits(), self.terms
         for split in splits:
@@ -412,22 +411,22 @@ class Progress:
         mean = link.mean_bytes_per_s
         ready_s = [self._ready_s(self._loading(split), mean) for split in splits]
         soonest = splits[ready_s.index(min(ready_s))]
-        # What is in time allows no delay beside what computing everything takes.
+        # If computing everything meets the deadline, loads may not delay it.
         is_met = self.elapsed_s + terms.compute_s(self.chunks) <= terms.deadline_s
         is_over = terms.deadline_s <= terms.later_s(self.chunks)
         if not self.is_beside and min(ready_s) > self._due_s and not is_met and not is_over:
-            # It is late unless the link has become faster: to see costs ``later_s`` at most.
+            # Late unless the link has become faster: trying costs ``later_s`` at most.
             soonest = splits[0]
         return self._refined(soonest, mean)
 
     def next_batch(
         self, found: Plan, arrived_bytes: Sequence[int], budget_bytes: float
     ) -> list[Fetch]:
-        """Return what to request next for *found*, until *budget_bytes* are spent, in order: what a
-        slow link brings of it is of use. First the base of every chunk that is loaded, with the
-        engine beside it the last one first; then level by level.
+        """Return what to request next for *found*, up to *budget_bytes*, in the order of use on a
+        slow link. First the base of every chunk to load, the last one first if the engine computes
+        meanwhile; then level by level.
 
-        Of a chunk ``arrived_bytes[i]`` are here, whole levels or not.
+        ``arrived_bytes[i]`` of a chunk have arrived, whole levels or not.
         """
         batch: list[Fetch] = []
         for level in range(max(found.actions, default=RECOMPUTE) + 1):
@@ -442,14 +441,14 @@ class Progress:
 
     @cached_property
     def _due_s(self) -> float:
-        """By when everything is to be there: no later than without loads."""
+        """When everything has to be there: no later than without loads."""
         if self.terms.prefill is None:
             return self.terms.deadline_s
         return min(self.terms.deadline_s, self.terms.compute_s(self.chunks))
 
     @cached_property
     def _prefill_s(self) -> list[float]:
-        """What the engine takes for each chunk by itself, and for the tail."""
+        """The engine's time for each chunk by itself, and for the tail."""
         if self.terms.prefill is None:
             return [0.0] * (len(self.chunks) + 1)
         starts = accumulate(self._sizes, initial=0)
@@ -462,8 +461,8 @@ class Progress:
         return next((at for at in rest if not self.chunks[at].end_bytes), len(self.chunks))
 
     def _splits(self) -> list[int]:
-        """Return where the loads may begin, or, with ``loads_first``, end; that which computes
-        least comes first.
+        """Return where the loads may begin, or, with ``loads_first``, end; first the one that
+        computes least.
         """
         if self.is_beside:
             here = (at for at, has in enumerate(self.levels) if has >= 0)
@@ -479,7 +478,7 @@ class Progress:
         return [*range(high, low, -step), low]
 
     def _loading(self, split: int) -> list[int]:
-        """Return the actions that load, at its base, what of *split* is loaded."""
+        """Return the actions of *split*, with the base level of chunks to load."""
         first, stop = (split, self._loadable) if self.is_beside else (self.begun, split)
         return [
             max(has, 0) if first <= at < stop else RECOMPUTE for at, has in enumerate(self.levels)
@@ -488,8 +487,8 @@ class Progress:
     def _ready_s(self, actions: Sequence[int], bytes_per_s: float) -> float:
         """Return when everything is there.
 
-        The link brings chunks in order; each is decoded beside the next load; the engine
-        computes those before them meanwhile, and those behind once they are there.
+        Chunks load in order; each is decoded while the next one loads. Meanwhile the engine
+        computes those before them, and then those behind them.
         """
         link_s = decoded_s = there_s = self.elapsed_s
         engine_s = max(self.elapsed_s, self.engine_until_s)

@@ -1,4 +1,4 @@
-"""Segments that are no prefixes: what there is of them, held by a lease while it is read."""
+"""Segments that are not prefixes: their stored chunks, leased while they are read."""
 
 from __future__ import annotations
 
@@ -37,13 +37,13 @@ from kvstore.proto.types import DIGEST_BYTES, Accuracy
 
 @dataclass(frozen=True, slots=True)
 class SegmentQuery:
-    """How a prompt is resolved. ``tag``: what kind of prompt it is; gates are one for each.
+    """How a prompt is resolved. ``tag``: the kind of prompt; each has its own gate.
 
-    ``is_trial``: the engine answers from a full prefill and blends beside it; such a request is
-    let through a closed gate. ``max_variants`` of a chunk, 0: all, 5 at most. ``prefill``: with
-    it, what is no faster to load and repair is left out. ``extra``: cache salt and multimodal
-    hashes, as for ``keys``. ``weights``: a name of weights that changed in place. Raises
-    InvalidRequestError.
+    ``is_trial``: the engine answers from a full prefill and blends only for comparison; such a
+    request passes a closed gate. ``max_variants`` of a chunk, 0: all, 5 at most. ``prefill``: with
+    it, segments that are no faster to load and repair are left out. ``extra``: cache salt and
+    multimodal hashes, as for ``keys``. ``weights``: a name of weights that changed in place.
+    Raises InvalidRequestError.
     """
 
     tag: str = ""
@@ -56,7 +56,7 @@ class SegmentQuery:
 
     @property
     def names(self) -> tuple[bytes, ...]:
-        """What chunks are named by beside their tokens."""
+        """The parts of a chunk's name beside its tokens."""
         return (self.weights, *self.extra) if self.weights else self.extra
 
     def __post_init__(self) -> None:
@@ -67,7 +67,7 @@ class SegmentQuery:
 
 @dataclass(frozen=True, slots=True)
 class FoundChunk:
-    """A chunk of the prompt and the best there is in its stead."""
+    """A chunk of the prompt, and the best stored chunk for it."""
 
     asked: NamedChunk
     best: Variant
@@ -77,11 +77,10 @@ class FoundChunk:
 
 
 class SegmentMatch(Held):
-    """What there is of a prompt's segments; leave the ``with`` to release it.
+    """The stored chunks of a prompt's segments; leave the ``with`` to release them.
 
-    ``asked`` are the segments of the whole prompt, those between the ranges that were given
-    included, long ones cut; ``found.segments`` has one for each. ``prompt_tokens`` counts the
-    prompt.
+    ``asked`` are the segments of the whole prompt, including those between the given ranges, long
+    ones cut; ``found.segments`` has one for each. ``prompt_tokens`` is the prompt's length.
     """
 
     def __init__(
@@ -99,7 +98,7 @@ class SegmentMatch(Held):
         self._link = link
 
     def chunks(self) -> Iterator[FoundChunk]:
-        """Yield the chunks that something is there of, in order."""
+        """Yield the chunks with a stored variant, in order."""
         segments: Iterator[tuple[NamedSegment, ResolvedSegment]]
         segments = zip(self.asked, self.found.segments, strict=True)
         for asked, here in segments:
@@ -115,10 +114,10 @@ class SegmentMatch(Held):
     ) -> Generator[Layer, None, None]:
         """Read *chunks* layer by layer as ``Client.get_layers`` does, under this lease.
 
-        A frame that is not of the tokens or the position that were promised ends them, as one
-        that is lost does. Rows of *skipped*, by a chunk's place in *chunks*, need not come: where
-        frames are raw they stay as they were in *out*, and are not sent by a transport that
-        copies. Raises LeaseExpiredError after the release or past the lease's time.
+        A frame of other tokens or another position than promised ends them, as a lost one does.
+        Rows of *skipped*, by index in *chunks*, are not needed: for raw frames they keep their
+        contents in *out*, and transports that copy do not send them. Raises LeaseExpiredError after
+        the release or past the lease's time.
         """
         FORKS.check(self._process, "the lease")
         transport, digests = self._link.connected(), [one.best.digest for one in chunks]
@@ -128,7 +127,7 @@ class SegmentMatch(Held):
             fresh if out is None else given(out),
             self.terms.min_accuracy,
             self._link.options.deadline_ms,
-            # One cannot name several.
+            # A read can name only one.
             self._leases if len(self._leases) == 1 else (),
             accepts=partial(_is_promised, chunks),
             skipped=skipped,
@@ -136,14 +135,14 @@ class SegmentMatch(Held):
         return read_layers(self._link, transport, request)
 
     def abandon(self) -> None:
-        """Have the lease end by its time: of a server that does not answer nothing is asked."""
+        """Let the lease expire, without a call to a server that does not answer."""
         self._is_released = True
 
 
 def find_segments(
     link: ServerLink, named: Sequence[NamedSegment], prompt_tokens: int, terms: SegmentQuery
 ) -> SegmentMatch:
-    """Find what there is of the segments of a prompt; see ``Client.find_segments``."""
+    """See ``Client.find_segments``."""
     engine = EngineTerms(terms.prefill, prompt_tokens) if terms.prefill is not None else None
     request = pb.ResolveRequest(
         tag=terms.tag,
@@ -189,7 +188,7 @@ def report_reuse(link: ServerLink, report: ReuseReport) -> GateView:
             part = replace(rest if first else report, chunks=tuple(some))
             try:
                 request = as_message(pb.ReportReuseRequest, part, session_id=session_id)
-            except (TypeError, ValueError, AttributeError) as error:  # protobuf's answers
+            except (TypeError, ValueError, AttributeError) as error:  # from protobuf
                 raise InvalidRequestError("report", str(error), "see ReuseReport") from None
             reply = transport.calls.call("ReportReuse", request, left_ms(), pb.ReportReuseResponse)
         return as_value(GateView, reply.gate)
@@ -214,7 +213,7 @@ def segments_to_messages(segments: Iterable[NamedSegment]) -> list[pb.PromptSegm
 def resolution_from_message(
     message: pb.ResolveResponse, asked: Sequence[NamedSegment]
 ) -> Resolution:
-    """Return the answer about the segments *asked* for. Raises KVStoreError if it is none."""
+    """Return the resolution of the segments *asked*. Raises KVStoreError if it is invalid."""
     names = tuple(message.tier_names)
     try:
         pairs = zip(message.segments, asked, strict=True)
@@ -249,7 +248,7 @@ def _variant(message: pb.Variant, names: Sequence[str]) -> Variant:
 
 
 def segment_batches(segments: Sequence[NamedSegment], limit: int) -> list[list[NamedSegment]]:
-    """Return groups of *limit* chunks at most, in order; segments that are longer are cut."""
+    """Return groups of at most *limit* chunks, in order; longer segments are cut."""
     groups: list[list[NamedSegment]] = [[]]
     room = limit
     for one in segments:
@@ -267,7 +266,7 @@ def segment_batches(segments: Sequence[NamedSegment], limit: int) -> list[list[N
 
 
 def joined_resolutions(found: Sequence[Resolution]) -> Resolution:
-    """Return the answer about a prompt that was asked for in several requests."""
+    """Return the resolution of a prompt from those of its several requests."""
     segments = tuple(segment for one in found for segment in one.segments)
     chunks = [chunk for segment in segments for chunk in segment.chunks]
     prefix = found[0].exact_prefix
@@ -290,7 +289,7 @@ def _most(transport: Transport) -> int:
 
 
 def _is_promised(chunks: Sequence[FoundChunk], place: int, header: FrameHeader) -> bool:
-    """Whether a frame holds the tokens that were asked for, computed where the server says."""
+    """Whether a frame has the wanted tokens, computed at the position that the server stated."""
     one = chunks[place]
     if header.layout.tokens != one.asked.tokens:
         return False

@@ -1,4 +1,4 @@
-"""The link to one server: a session, opened when it is needed and again when it is lost."""
+"""The link to one server: a session, opened at first use and again when it is lost."""
 
 from __future__ import annotations
 
@@ -33,24 +33,24 @@ from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, ChunkKey, Model, Namespace
 
 FIRST_GUESS_BYTES_PER_S = 1.25e9
-"""Assumed of the network until something was measured: ten gigabits a second. A client that
-assumed little would compute instead of loading, and never learn better."""
+"""Assumed bandwidth until the first measurement: ten gigabits a second. With a low guess a client
+would compute instead of loading, and never measure."""
 FIRST_DECODE_BYTES_PER_S = 250e6
-"""Assumed of decoding until something was measured: half of what one core does."""
+"""Assumed decode speed until the first measurement: half of one core's."""
 MAX_OPEN_BATCHES = 8
 """Batches of one layered get or put, each a stream: all of them are open at the same time."""
 _DIGEST = f"V{DIGEST_BYTES}"
-"""As numpy moves it, or a namespace: a prompt has hundreds of keys."""
+"""numpy dtype of a digest or namespace, to split the hundreds of keys of a prompt at once."""
 T = TypeVar("T")
 LeftMs = Callable[[], int]
-"""Returns the rest of a call's deadline, in ms. Raises DeadlineError when it is over."""
+"""Returns the time left for a call, in ms. Raises DeadlineError when none is."""
 
 
 class ServerLink:
-    """A connection, a session by one transport, and threads. Thread-safe.
+    """A connection, a session with its transport, and threads. Thread-safe.
 
-    It holds no reference to the client, which closes it when it is closed or dropped, and leaves
-    it to the parent in a child. *counts* returns what each heartbeat reports.
+    It holds no reference to the client, which closes it when the client is closed or collected, and
+    leaves it to the parent in a child. *counts* returns the counters of each heartbeat.
     """
 
     def __init__(
@@ -73,16 +73,16 @@ class ServerLink:
         self.transport: Transport | None = None
         self._connection: Connection | None = None
         self._is_closed = False
-        # Guards the three above; held while a session opens, which happens once.
+        # Guards the three above; held while a session opens, so that only one does.
         self._lock = threading.RLock()
-        # Held to give a session up: that waits for nobody who opens one.
+        # Held to drop a session, without waiting for one to open.
         self._giving_up = threading.Lock()
 
     # --- the session
 
     @property
     def connection(self) -> Connection:
-        """The channel to the server; made at the first use. Raises InvalidRequestError."""
+        """The channel to the server, made at first use. Raises InvalidRequestError."""
         connection = self._connection
         if connection is not None:
             return connection
@@ -97,10 +97,10 @@ class ServerLink:
             return self._connection
 
     def connected(self, left_ms: LeftMs | None = None) -> Transport:
-        """Return the transport of the session, which is opened first if there is none, within the
-        deadline of the options and the time that a call has left.
+        """Return the transport of the session. Without one, open it within the deadline of the
+        options and the time left for the call.
 
-        Raises KVStoreErrors, as when it is closed.
+        Raises KVStoreErrors, one of them when closed.
         """
         most_ms = self.options.deadline_ms
         left_ms = Until(most_ms if left_ms is None else min(left_ms(), most_ms)).left_ms
@@ -120,7 +120,7 @@ class ServerLink:
         try:
             return self._transport(session, left_ms)
         except BaseException:
-            session.say(session.close)  # what that takes is not the caller's to wait for
+            session.say(session.close)  # in the session's thread: the caller need not wait
             raise
 
     def _transport(self, session: Session, left_ms: LeftMs) -> Transport:
@@ -128,7 +128,7 @@ class ServerLink:
         is_short = 2 * left_ms() < self.options.deadline_ms  # the next call may have more time
         if wanted == "shm" or (wanted == "auto" and can_share_memory(session)):
             try:
-                # As below: half of what is left, where gRPC is still to be asked.
+                # Half of the time left, as below, if gRPC is to be tried next.
                 return self._shared_memory(session, left_ms() / (1000 if is_short else 2000))
             except (TierUnavailableError, InvalidRequestError, OSError) as error:
                 if wanted == "shm" or (is_short and isinstance(error, DeadlineError)):
@@ -136,7 +136,7 @@ class ServerLink:
         if wanted == "tcp" or (wanted == "auto" and session.terms.bulk_address):
             try:
                 transport = BulkTransport(session)
-                # Half of what is left: where nobody answers, gRPC is still to be asked.
+                # Half of the time left: if there is no answer, gRPC is tried next.
                 transport.connect(left_ms() / 2000)
                 return transport
             except (TierUnavailableError, DeadlineError, QuotaExceededError) as error:
@@ -147,10 +147,10 @@ class ServerLink:
         return StreamTransport(session)
 
     def run(self, work: Callable[[Transport, LeftMs], T], deadline_ms: int | None = None) -> T:
-        """Run *work*, and once more when a lease was lost: the session's, whose place another one
-        takes, or that of a chunk that was dropped between a lookup and the read.
+        """Run *work*; retry it once when a lease was lost: that of the session, which is opened
+        again, or of a chunk that was dropped between a lookup and the read.
 
-        It gets the rest of *deadline_ms*, that of the options if None.
+        It has *deadline_ms* in all, by default that of the options.
         """
         granted_ms = self.options.deadline_ms if deadline_ms is None else deadline_ms
         left_ms = Until(granted_ms).left_ms
@@ -176,10 +176,10 @@ class ServerLink:
                 return
         if self._give_up(transport):
             session = transport.session
-            session.say(lambda: session.close(tell_server=False))  # the caller waits for no beat
+            session.say(lambda: session.close(tell_server=False))  # no wait for a heartbeat
 
     def _give_up(self, transport: Transport) -> bool:
-        """Close *transport* if it is the session's, which has none then; return whether it was."""
+        """Close *transport* if it is the current one; return whether it was."""
         with self._giving_up:
             if self.transport is not transport:
                 return False
@@ -215,15 +215,15 @@ class ServerLink:
         self.reader.close()
 
     def drop(self) -> None:
-        """Have ``close`` done by a thread of ours: this may be called while garbage is collected,
-        when no lock may be taken and nothing waited for.
+        """Close in the session's thread: the garbage collector may call this, so it must not take
+        a lock or wait.
         """
         transport = self.transport
         if transport is not None:
             transport.session.say(self.close)
 
     def left(self) -> ServerLink:
-        """Leave all this to the parent; return what a child begins with. Sends nothing."""
+        """In a child: leave everything to the parent; return a new link. Sends nothing."""
         keep(self)
         if self.transport is not None:
             self.transport.leave()
@@ -235,11 +235,11 @@ class ServerLink:
     # --- calls
 
     def call(self, method: str, request: Any, reply: type[T], deadline_ms: int = 0) -> T:
-        """Call *method* outside any session, or with *request* naming it."""
+        """Call *method* without a session, or with that of *request*."""
         return self.connection.call(method, request, deadline_ms or self.options.deadline_ms, reply)
 
     def ask(self, method: str, request: Any, keys: Sequence[ChunkKey], reply: type[T]) -> list[T]:
-        """Call *method* about *keys*, a batch at a time; return the replies."""
+        """Call *method* for *keys*, a batch at a time; return the replies."""
 
         def work(transport: Transport, left_ms: LeftMs) -> list[T]:
             terms, replies = transport.session.terms, list[T]()
@@ -252,14 +252,14 @@ class ServerLink:
         return self.run(work)
 
     def release(self, leases: Sequence[int], hints: Hints = NO_HINTS) -> None:
-        """End *leases*. Those that cannot be ended now end with their session or their time."""
+        """End *leases*. On failure they end with their session or expire."""
         if leases:
             with suppress(KVStoreError):
                 self.connected().release(leases, self.options.deadline_ms, hints)
 
     def quarantine(self, transport: Transport, key: ChunkKey, left_ms: LeftMs) -> None:
-        """Have the server check the chunk of *key*, which proved wrong here, and forget it. Where
-        the call has no time left for that, the next reader of the chunk does.
+        """Make the server check the chunk of *key*, which is wrong here, and delete it if damaged.
+        Without time left this is up to the next reader of the chunk.
         """
         terms = transport.session.terms
         request = pb.DeleteRequest(
@@ -272,7 +272,7 @@ class ServerLink:
 def packed(keys: Sequence[ChunkKey], space: Namespace) -> bytes:
     """Return the digests of *keys*, one after another.
 
-    Raises InvalidRequestError for what is no list, and unless all are keys of *space*.
+    Raises InvalidRequestError unless it is a list of keys of *space*.
     """
     if isinstance(keys, Sequence):
         with suppress(TypeError):
@@ -281,7 +281,7 @@ def packed(keys: Sequence[ChunkKey], space: Namespace) -> bytes:
             is_whole = set(map(len, keys)) <= {KEY_BYTES}
             if is_whole and halves[:, 0].tobytes() == space * len(keys):
                 return halves[:, 1].tobytes()
-        for key in keys:  # the slow way finds the one that is wrong
+        for key in keys:  # slow: finds the wrong one
             if not isinstance(key, bytes | bytearray | memoryview):
                 fix = "give a list of bytes: name chunks with keys()"
                 raise InvalidRequestError("key", key, fix)
@@ -292,7 +292,7 @@ def packed(keys: Sequence[ChunkKey], space: Namespace) -> bytes:
 
 
 def not_keys(keys: object) -> InvalidRequestError:
-    """Return what is wrong with *keys*, which are no list."""
+    """Return the error for *keys* that are not a list."""
     return InvalidRequestError("keys", keys, "give a list of what keys() returns")
 
 
@@ -309,13 +309,13 @@ def check_kind(
 
 
 def batches(items: Sequence[T], limit: int) -> Iterator[tuple[int, Sequence[T]]]:
-    """Yield *items* in runs of *limit* at most, each with the place of its first; one if empty."""
+    """Yield *items* in runs of *limit* at most, each with its first index; one run if empty."""
     for first in range(0, max(1, len(items)), limit):
         yield first, items[first : first + limit]
 
 
 def digest_batches(packed: bytes, limit: int) -> Iterator[tuple[int, bytes]]:
-    """Do the same with packed digests, and *limit* chunks."""
+    """Do the same with packed digests; *limit* counts chunks."""
     step = limit * DIGEST_BYTES
     for at in range(0, max(1, len(packed)), step):
         yield at // DIGEST_BYTES, packed[at : at + step]

@@ -1,7 +1,7 @@
-"""What a server reports: its own state, that of its chunks, and which chunks come and go.
+"""What a server reports: its own state, that of its chunks, and events of chunks.
 
-Sizes are in bytes, times in seconds. Events are hints: a chunk may be gone when it is asked for,
-and come unannounced.
+Sizes are in bytes, times in seconds. Events are hints: a chunk may be gone when it is requested,
+or stored without an event.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from kvstore.proto.messages import as_value
 from kvstore.proto.types import DIGEST_BYTES, KEY_BYTES, Accuracy, ChunkKey, Component
 
 CALL_MS = 600_000
-"""The server ends each call before that, and the stream makes the next."""
+"""The server ends each call before that, and the stream makes the next one."""
 PAGES_AHEAD = 16
-"""Read for an asyncio client that has not taken them yet."""
+"""Pages buffered for an asyncio client."""
 
 
 @dataclass(frozen=True, slots=True)
 class CopyStat:
     """A copy of a chunk on a tier, as its codec wrote it.
 
-    With ``ranks`` only: the tier evicts ``before`` others first by its ``policy``, or more with
-    ``at_least``, as the chunk was not among those that were ranked.
+    With ``ranks`` only: by its ``policy`` the tier evicts ``before`` others first, or more with
+    ``at_least``, if the chunk was not among those ranked.
     """
 
     tier: str
@@ -80,7 +80,7 @@ class SizeRatio:
 
 @dataclass(frozen=True, slots=True)
 class PartitionStatus:
-    """What a tenant or category with a quota uses of a tier; a limit of 0 is none."""
+    """The use of a tier by a tenant or category with a quota; a limit of 0 is none."""
 
     name: str
     used_bytes: int
@@ -116,10 +116,10 @@ class Node:
 
 @dataclass(frozen=True, slots=True)
 class DirectoryStatus:
-    """How a server stands in the node directory, and the ``nodes`` it sees there.
+    """A server's state in the node directory, and the ``nodes`` it finds there.
 
-    ``standing`` is known, unknown, taken or full; ``failure`` why Redis cannot be used for it.
-    ``announced`` counts the chunks that it names, ``waiting`` the entries still to be written.
+    ``standing`` is known, unknown, taken or full; ``failure`` why Redis cannot be used.
+    ``announced`` counts the chunks it lists, ``waiting`` the entries still to be written.
     """
 
     node_id: str
@@ -136,8 +136,8 @@ class ServerStatus:
     """A server: ``state`` is serving or draining, ``boot_id`` changes when it starts again.
 
     Sizes, ``sessions``, ``leases`` and ``counters`` are 0 and empty for callers without the role
-    admin. ``ghosts`` are the evicted chunks that policies remember; ``directory`` is None where the
-    server is in none.
+    admin. ``ghosts`` counts the evicted chunks in ghost lists of policies; ``directory`` is None
+    without one.
     """
 
     boot_id: int
@@ -155,7 +155,7 @@ class ServerStatus:
 
 
 def stat_from_message(message: pb.ChunkStat) -> ChunkStat:
-    """Return a chunk's state. Raises KVStoreError for one that no server sends."""
+    """Return a chunk's state. Raises KVStoreError if it is invalid."""
     idle_s = None if message.idle_s < 0 else message.idle_s
     try:
         return as_value(ChunkStat, message, idle_s=idle_s, expires_s=message.expires_s or None)
@@ -176,14 +176,14 @@ def status_from_message(message: pb.StatusResponse) -> ServerStatus:
 
 
 class Place(NamedTuple):
-    """Where a reader is: behind page *cursor* of the server's start *boot_id*."""
+    """A reader's position: behind page *cursor* of the server's start *boot_id*."""
 
     boot_id: int
     cursor: int
 
 
 class ChunkEvent(NamedTuple):
-    """A copy of *key*, behind *parent* (None: a prompt's first), came to *tier* or left it."""
+    """A copy of *key*, behind *parent* (None: a prompt's first), stored on *tier* or removed."""
 
     key: ChunkKey
     parent: ChunkKey | None
@@ -193,16 +193,16 @@ class ChunkEvent(NamedTuple):
 
     @property
     def is_stored(self) -> bool:
-        """Whether it came."""
+        """Whether it was stored."""
         return self.tokens > 0
 
 
 @dataclass(frozen=True, slots=True)
 class EventPage:
-    """*events* in order, maybe none: then the node lives. *cleared*: forget what you knew of it.
+    """*events* in order; an empty page is a sign of life. *cleared*: discard all earlier state.
 
-    *place* is what to go on from; None until all that is there was sent. What comes
-    meanwhile follows, some of it twice.
+    *place* is where to resume; None until the current chunks are all sent. Events from meanwhile
+    follow, some of them twice.
     """
 
     events: tuple[ChunkEvent, ...]
@@ -214,7 +214,7 @@ class EventPage:
 class EventStream:
     """Pages without end: ``with client.events() as pages: for page in pages``.
 
-    One thread iterates; any may ``close``, which ends it. Raises KVStoreErrors: then go on with
+    One thread iterates; any may ``close``, which ends it. Raises KVStoreErrors: then resume by
     ``events(since)``, from the ``place`` of the last page that had one.
     """
 
@@ -246,7 +246,7 @@ class EventStream:
                 self._end()
                 if is_lost:
                     raise
-                is_lost = True  # the server did not know our session: try another, once
+                is_lost = True  # the server lost the session: try another, once
             except EndedByForkError:
                 self._end()
             except KVStoreError:
@@ -263,7 +263,7 @@ class EventStream:
         request = pb.EventsRequest(session_id=session_id, boot_id=boot_id, cursor=cursor)
         call = self._connection.begin_stream("Events", request, CALL_MS, is_idle=True)
         self._call = call
-        if self._closed:  # before ``close`` could see the call
+        if self._closed:  # closed before ``close`` found the call
             self._connection.end_stream(call)
 
     def _end(self) -> None:
@@ -272,7 +272,7 @@ class EventStream:
             self._connection.end_stream(call)
 
     def close(self) -> None:
-        """End the stream, and whoever waits for its next page. Idempotent."""
+        """End the stream, and any wait for its next page. Idempotent."""
         if self._process is FORKS.process:
             self._closed = True
             if (call := self._call) is not None:
@@ -286,7 +286,7 @@ class EventStream:
 
 
 def page_from_message(message: pb.EventsResponse) -> EventPage:
-    """Return the page of a message. Raises InvalidRequestError for one that is none."""
+    """Return the page of a message. Raises InvalidRequestError if it is invalid."""
     boot_id = message.server.boot_id
     return EventPage(
         tuple(map(_event, message.events)),
@@ -312,14 +312,14 @@ def _event(event: pb.ChunkEvent) -> ChunkEvent:
 async def followed(stream: EventStream) -> AsyncGenerator[EventPage, None]:
     """Yield the pages of *stream*, read by a thread of its own. Use with ``aclosing``.
 
-    Reading takes a thread for as long as it goes on, which the event loop's own are too few for.
+    Reading holds a thread all the time, and the event loop's own are few.
     """
     loop = asyncio.get_running_loop()
     pages: asyncio.Queue[EventPage | KVStoreError | None] = asyncio.Queue()
     room = threading.Semaphore(PAGES_AHEAD)
 
     def tell(what: EventPage | KVStoreError | None) -> None:
-        with suppress(RuntimeError):  # the loop is closed: nobody listens
+        with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(pages.put_nowait, what)
 
     def read() -> None:

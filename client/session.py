@@ -1,9 +1,8 @@
-"""The client's Session: opened with a Model, kept alive, opened again after a restart; and whether
-its server hangs.
+"""The client's Session: opened with a Model and kept alive; and checks whether its server hangs.
 
-A deadline has to leave time for a slow disk and a busy machine, so a server that hangs would cost
-all of it. It is known much sooner: one on this host neither answers a hello nor has a thread that
-runs, as the kernel says; one elsewhere does not even refuse a call that it does not know.
+A deadline leaves time for a slow disk and a busy machine, so a hung server would cost all of it.
+Checks detect one much sooner: on this host it neither answers a hello nor has a runnable thread;
+elsewhere it does not even refuse an unknown call.
 """
 
 from __future__ import annotations
@@ -28,19 +27,19 @@ from kvstore.proto.types import Model, Namespace
 
 _BEATS_PER_LIFETIME = 3
 FIRST_PACE_S = 0.05
-"""How soon the server is thought to answer until it was asked."""
+"""Assumed answer time of the server until it is measured."""
 _FIRST_ANSWERS = 3
 _FADES = 0.5
-"""What is left of the slowest answer, a beat later."""
+"""Decay of the slowest answer time at each heartbeat."""
 PROBE_S = 0.015
-"""What a server takes at most to answer a hello, if it runs at all."""
+"""Longest wait for the answer to a hello, from a running server."""
 GRACE_S = 0.005
-"""Once more, as it may have begun to run when it was looked at."""
+"""A second wait, as it may have started to run when its threads were checked."""
 PULSE_S = 0.010
-"""What a server that may be elsewhere takes at most, or _PACES times what it took lately."""
+"""Least time given to a remote server; _PACES times its recent answer time if that is longer."""
 _PACES = 3
 _ONCE_MORE = 2 / 3
-"""Of that, when it is asked again: the first answer may have come while nobody here ran."""
+"""Share of that for a second call: this process may not have run when the first answer arrived."""
 _PROC = Path("/proc")
 _RUNNING = ("R", "D")
 """States of a thread that has, or waits for, a core or a disk (proc(5))."""
@@ -48,7 +47,7 @@ _RUNNING = ("R", "D")
 
 @dataclass(frozen=True, slots=True)
 class SessionTerms:
-    """What the server said when it opened the session."""
+    """The server's terms of the session."""
 
     session_id: int
     boot_id: int
@@ -66,13 +65,13 @@ class SessionTerms:
     server_pid: int
     pid_namespace: int
     weighs: bool = False
-    """Whether it has a use for ``Chunk.importance``."""
+    """Whether it uses ``Chunk.importance``."""
 
 
 class Session:
-    """One open session. A daemon thread beats for it until ``close``.
+    """One open session. A daemon thread sends its heartbeats until ``close``.
 
-    *counts* returns what the engine counted since its birth, which each beat reports.
+    *counts* returns the engine's counters since its start, which each heartbeat reports.
     """
 
     def __init__(
@@ -83,7 +82,7 @@ class Session:
         counts: Callable[[], Mapping[str, int]] = dict,
         deadline_ms: int = 0,
     ) -> None:
-        """Open it within *deadline_ms*; 0: those of the options. Raises KVStoreErrors."""
+        """Open it within *deadline_ms*; 0: that of the options. Raises KVStoreErrors."""
         self._counts = counts
         self.connection = connection
         self.representation = representation
@@ -101,15 +100,15 @@ class Session:
             pb.OpenSessionResponse,
         )
         self.peers: Sequence[int] = list(reply.peers)
-        """Other servers that this one would let us in to, as far as is known by now."""
+        """Other servers that this one would grant access to, as last known."""
         space, boot_id = Namespace(reply.key_namespace), reply.server.boot_id
         self.terms = as_value(SessionTerms, reply, namespace=space, boot_id=boot_id)
         if reply.max_message_bytes <= 0 or not reply.heartbeat_ms:
             raise InvalidRequestError("server", connection.address, "its terms make no sense")
         self.pace_s = FIRST_PACE_S
-        """What the slowest of the last answers took, fading."""
+        """The time of the slowest recent answer, decaying."""
         self._is_closed = False
-        # Of all that wakes a thread, this alone may be used while garbage is collected.
+        # The only queue that is safe to put to during garbage collection.
         self._words: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread = threading.Thread(target=self._beat, name="kvstore-heartbeat", daemon=True)
         self._thread.start()
@@ -132,16 +131,16 @@ class Session:
         try:
             self.heartbeat()
         except KVStoreError:
-            return  # the next call fails, and opens another session
+            return  # the next call fails and opens another session
 
     def say(self, last: Callable[[], None]) -> None:
-        """Have the thread that beats do *last*, which closes the session. Takes no lock."""
+        """Run *last*, which closes the session, in the heartbeat thread. Takes no lock."""
         self._words.put(last)
 
     def heartbeat(self, deadline_ms: int = 0) -> bool:
-        """Tell the server that we live; return whether it drains. *deadline_ms* as at birth.
+        """Send a heartbeat; return whether the server drains. *deadline_ms* as in ``__init__``.
 
-        Raises LeaseExpiredError when it does not know the session any more.
+        Raises LeaseExpiredError when the server no longer has the session.
         """
         counts = {name: count for name, count in dict(self._counts()).items() if count > 0}
         request = pb.HeartbeatRequest(session_id=self.terms.session_id, counts=counts)
@@ -151,10 +150,10 @@ class Session:
         return reply.draining
 
     def measure_pace(self, kept: float = _FADES) -> None:
-        """Note how soon the server answers what is asked of one that may hang.
+        """Measure how soon the server answers the call of ``is_silent``.
 
-        *kept* is what is left of the pace it had. A heartbeat would say less: it waits for a
-        thread, this does not. What was asked of a server that did hang meanwhile says nothing.
+        *kept* is the decay of the earlier pace. A heartbeat would not do, as it waits for a thread
+        of the server. A call during a hang is ignored.
         """
         connection = self.connection
         began = connection.clock()
@@ -162,7 +161,7 @@ class Session:
             self.pace_s = max(connection.clock() - began, kept * self.pace_s)
 
     def close(self, *, tell_server: bool = True) -> None:
-        """Stop beating and end the session. Idempotent; a server that is gone is no error."""
+        """Stop the heartbeats and end the session. Idempotent; ignores an unreachable server."""
         if self._is_closed:
             return
         self._is_closed = True
@@ -180,7 +179,7 @@ class Session:
 
 
 def peer_pid(link: socket.socket) -> int:
-    """Return the process at the other end of a Unix socket; 0 if it cannot be looked at."""
+    """Return the process at the other end of a Unix socket; 0 if /proc does not show it."""
     try:
         pid, _ = unix_socket.peer_ids(link)
     except OSError:
@@ -189,7 +188,7 @@ def peer_pid(link: socket.socket) -> int:
 
 
 def is_runnable(pid: int) -> bool:
-    """Whether any thread of a process has or waits for a core or a disk."""
+    """Whether any thread of a process has, or waits for, a core or a disk."""
     try:
         threads = list((_PROC / str(pid) / "task").iterdir())
     except OSError:
@@ -208,7 +207,7 @@ def _state(thread: Path) -> str:
 def hangs(terms: SessionTerms, pid: int) -> bool:
     """Whether the server of *terms*, process *pid*, neither answers nor runs. Takes 20 ms at most.
 
-    That this process itself waits for a core only gives the server more time.
+    Delays of this process only give the server more time.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.settimeout(PROBE_S)
@@ -220,9 +219,9 @@ def hangs(terms: SessionTerms, pid: int) -> bool:
         except TimeoutError:
             pass
         except BlockingIOError:
-            return not is_runnable(pid)  # so many wait to be let in that there is no room for more
+            return not is_runnable(pid)  # its listen backlog is full
         except OSError:
-            return False  # it is gone, which its sockets say themselves
+            return False  # it is gone: its sockets report that
         if is_runnable(pid):
             return False
         link.settimeout(GRACE_S)
@@ -236,10 +235,9 @@ def hangs(terms: SessionTerms, pid: int) -> bool:
 
 
 def is_silent(connection: Connection, pace_s: float = FIRST_PACE_S) -> bool:
-    """Whether a server, which may be anywhere and answers in *pace_s*, does not, asked twice.
+    """Whether a server on any host, which usually answers in *pace_s*, fails to answer two calls.
 
-    Takes 20 ms at most where answers take 3 ms or less: one far away, or that is slow to answer
-    all the time, is given time accordingly.
+    Takes 20 ms at most if answers take 3 ms or less; a remote or slow server gets more time.
     """
     patience_s = max(PULSE_S, _PACES * pace_s)
     return not any(map(connection.answers, (patience_s, _ONCE_MORE * patience_s)))

@@ -1,4 +1,4 @@
-"""Views: leased chunks where they lie in the server's memory, read without a copy."""
+"""Views: leased chunks in the server's memory, read without a copy."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ if TYPE_CHECKING:
 MEMORY = int(Reach.memory)
 WORD_BYTES = 8
 _KEY_WORDS = np.arange(KEY_OFFSET // WORD_BYTES, (KEY_OFFSET + KEY_BYTES) // WORD_BYTES)
-"""Where a frame has its key, in words from its start."""
+"""Offsets of the key in a frame, in words."""
 
 
 class Layers(NamedTuple):
-    """Where one component of a raw frame has its layers: byte offsets and what lies there.
+    """The layers of one component of a raw frame: byte offsets, shape and dtype.
 
     ``shape``: (parts, kv_heads, tokens, head_dim), or what the kind has instead.
     """
@@ -55,7 +55,7 @@ class Layers(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RawGeometry:
-    """Where a raw frame of *layout* has its tensors: the layout alone says it."""
+    """The location of the tensors in a raw frame; it depends on *layout* alone."""
 
     layout: KVLayout
     frame_bytes: int
@@ -78,9 +78,9 @@ def geometry_of(layout: KVLayout) -> RawGeometry:
 class ChunkView:
     """Read-only tensors of one chunk, valid while its lease is held.
 
-    The server verified the frame as it landed, and nobody can write to it since; what a reader
-    has to ask for itself is ``confirm``, after reading, when the lease may have ended meanwhile.
-    ``verify`` reads every byte against its checksum.
+    The server verified the frame when it was stored, and it cannot be written to since. Call
+    ``confirm`` after reading if the lease may have ended meanwhile. ``verify`` compares every byte
+    with its checksum.
     """
 
     __slots__ = ("_generation", "_geometry", "_slab", "_start", "key")
@@ -88,7 +88,7 @@ class ChunkView:
     def __init__(
         self, key: ChunkKey, slab: SlabMap, start: int, generation: int, geometry: RawGeometry
     ) -> None:
-        """Take what begins at byte *start* of *slab* for the raw frame of *key*."""
+        """View the raw frame of *key* at byte *start* of *slab*."""
         self.key = key
         self._slab = slab
         self._start = start
@@ -97,7 +97,7 @@ class ChunkView:
 
     @property
     def layout(self) -> KVLayout:
-        """What the tensors are."""
+        """The layout of the tensors."""
         return self._geometry.layout
 
     @property
@@ -117,7 +117,7 @@ class ChunkView:
     def torch_layer(self, index: int, component: int = 0) -> torch.Tensor:
         """Return one layer as a torch tensor of the chunk's dtype, bfloat16 included.
 
-        torch knows no read-only memory: writing to it is a fault of the process.
+        torch has no read-only memory: writing to it crashes the process (SIGSEGV).
         """
         layer = self.layer(index, component)
         memory = (ctypes.c_uint8 * layer.nbytes).from_address(layer.ctypes.data)
@@ -133,11 +133,11 @@ class ChunkView:
         ]
 
     def confirm(self) -> None:
-        """Raise LeaseExpiredError if the memory was reused: what was read is then not the chunk."""
+        """Raise LeaseExpiredError if the memory was reused: the bytes read are not the chunk's."""
         self._slab.confirm(self._start, self._generation)
 
     def verify(self) -> FrameHeader:
-        """Read every byte against its checksum. Raises ChunkCorruptError, LeaseExpiredError."""
+        """Compare every byte with its checksum. Raises ChunkCorruptError, LeaseExpiredError."""
         try:
             return check_frame(self.frame, self.key)
         finally:
@@ -147,13 +147,13 @@ class ChunkView:
 def view_at(key: ChunkKey, place: Place, slab: SlabMap, whole: RawGeometry) -> ChunkView:
     """Return the view of the raw frame of *key*, which has the geometry *whole* or is shorter.
 
-    *place* lies in *slab*. Raises ChunkCorruptError when it is another chunk's, InvalidFrameError.
+    *place* is in *slab*. Raises ChunkCorruptError if another chunk is there, InvalidFrameError.
     """
     frame = slab.data[place.offset : place.offset + place.size_bytes]
     if frame[KEY_OFFSET : KEY_OFFSET + KEY_BYTES].tobytes() != key:
         raise ChunkCorruptError(key, "its place holds another chunk")
-    # The server takes a frame only of the session's layout, its layers of their full size:
-    # one of this length is a whole chunk, another the last of a prompt.
+    # The server accepts frames only of the session's layout, with layers of full size: a frame of
+    # this length is a whole chunk, any other the last of a prompt.
     is_whole = len(frame) == whole.frame_bytes
     geometry = whole if is_whole else geometry_of(parse_header(frame).layout)
     if len(frame) != geometry.frame_bytes:
@@ -162,10 +162,10 @@ def view_at(key: ChunkKey, place: Place, slab: SlabMap, whole: RawGeometry) -> C
 
 
 class LeasedViews:
-    """Gives the view of each leased chunk by its index.
+    """Returns the view of each leased chunk by its index.
 
-    *rows* are the places of *keys*, those of the lease, as the server packed them; *whole* is what
-    most of the frames look like. Raises InvalidRequestError when the rows are cut.
+    *rows* are the places of the leased *keys*, as packed by the server; *whole* is the geometry of
+    most frames. Raises InvalidRequestError when the rows are cut.
     """
 
     __slots__ = ("_found", "_keys", "_rows", "_slabs", "_whole")
@@ -180,10 +180,10 @@ class LeasedViews:
         self._rows = rows
         self._keys = keys
         self._found: list[tuple[SlabMap, int, int] | None] = []
-        """Slab, offset and generation of each chunk that was seen to lie where its place says."""
+        """Slab, offset and generation of each chunk that was checked to be at its place."""
 
     def __call__(self, index: int) -> ChunkView | None:
-        """Return the view of chunk *index*; None when it does not lie in memory that is shared.
+        """Return the view of chunk *index*; None when it is not in shared memory.
 
         Raises LeaseExpiredError when the memory was reused, ChunkCorruptError when it holds another
         chunk, InvalidRequestError for a place outside its slab, InvalidFrameError, and
@@ -196,7 +196,7 @@ class LeasedViews:
             return self._look_closer(index)
         slab, start, generation = found
         if slab.words[start // WORD_BYTES - 1] != generation:
-            slab.confirm(start, generation)  # which says it
+            slab.confirm(start, generation)  # raises
         return ChunkView(self._keys[index], slab, start, generation, self._whole)
 
     def _look_closer(self, index: int) -> ChunkView | None:
@@ -211,8 +211,8 @@ class LeasedViews:
     def _look(self) -> list[tuple[SlabMap, int, int] | None]:
         """Check the places of all whole chunks, a slab at a time: one by one takes twice as long.
 
-        Where one of them is not what it should be, none of its slab is found here: each is looked
-        at by itself then, and only that one is reported as wrong.
+        If one of them is wrong, none of its slab is found here: ``_look_closer`` then checks each
+        by itself and reports only that one.
         """
         found: list[tuple[SlabMap, int, int] | None] = [None] * len(self._keys)
         rows = np.frombuffer(self._rows, PLACE_ROW)[: len(self._keys)]
@@ -233,7 +233,7 @@ class LeasedViews:
 
 
 def _hold(slab: SlabMap, starts: Sequence[int], size_bytes: int, keys: bytes) -> bool:
-    """Whether a frame of so many bytes may begin at each of *starts*, and all have their *keys*."""
+    """Whether each of *starts* can begin a frame of *size_bytes*, and all have their *keys*."""
     last = len(slab.words) * WORD_BYTES - size_bytes
     if min(starts) < WORD_BYTES or max(starts) > last:
         return False
@@ -246,4 +246,4 @@ def _hold(slab: SlabMap, starts: Sequence[int], size_bytes: int, keys: bytes) ->
 
 
 View: TypeAlias = Callable[[int], ChunkView | None]
-"""From a leased chunk's index to its view; None where its memory is not in reach."""
+"""From a leased chunk's index to its view; None if its memory is not shared."""

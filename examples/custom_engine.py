@@ -1,6 +1,6 @@
-"""An engine of one's own on kvstore, on one page: ``python examples/custom_engine.py ADDRESS``.
+"""A custom engine on kvstore, on one page: ``python examples/custom_engine.py ADDRESS``.
 
-Its model is a stand-in whose KV depends on every token before; a real one computes it.
+Its model is a stand-in whose KV depends on all earlier tokens; a real one computes it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ MODEL = kvstore.Model.uniform(
 
 
 class Engine:
-    """Serves prompts out of a paged cache, and keeps what it computed in the store."""
+    """Serves prompts from a paged cache, and puts the KV it computes into the store."""
 
     def __init__(self, client: kvstore.Client) -> None:
         self.client = client
@@ -27,9 +27,9 @@ class Engine:
         self.cache = kvstore.PagedCache(MODEL, self.pages, "layer block kv token head dim")
 
     def serve(self, tokens: Sequence[int], block_ids: Sequence[int]) -> int:
-        """Have the KV of a prompt in its blocks; return how many tokens the store had of it.
+        """Fill the blocks with the KV of a prompt; return how many tokens the store had.
 
-        A store that is gone or late costs the request nothing but its timeout.
+        A store that is unreachable or late costs the request its timeout at most.
         """
         blocks = self.cache[block_ids]
         try:

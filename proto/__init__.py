@@ -1,3 +1,3 @@
-"""The ground floor: the words that the server and its clients share."""
+"""The lowest layer: types, formats and protocols shared by the server and its clients."""
 
 __version__ = "0.1.0"

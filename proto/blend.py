@@ -15,21 +15,21 @@ from kvstore.proto.types import (
 )
 
 MAX_SEGMENTS = 256
-"""Of one prompt, those between the named ones included."""
+"""Segments of one prompt, including the gaps between the named ones."""
 MAX_ASKED_CHUNKS = 1024
-"""Of one Resolve, and of one report."""
+"""Chunks of one Resolve, and of one report."""
 MAX_TAG_CHARS = 64
 UNKNOWN = -1.0
-"""A number that was not measured."""
+"""Stands for a number that was not measured."""
 
 
 @dataclass(frozen=True, slots=True)
 class Variant:
-    """A chunk with the tokens that were asked for, as it was computed in one prompt.
+    """A chunk with the requested tokens, as computed in one prompt.
 
-    ``parent`` is the chain digest of what it was computed behind, ``position`` the place of its
-    first token then. ``context_impact``, ``overlap`` and ``fix_overhead`` are Cache-Craft's CCI,
-    beta' and CFO for the prompt that asked. Numbers that nobody measured are -1.
+    ``parent`` is the chain digest of the chunk before it in that prompt, ``position`` the index of
+    its first token there. ``context_impact``, ``overlap`` and ``fix_overhead`` are Cache-Craft's
+    CCI, beta' and CFO for the requesting prompt. Numbers that were not measured are -1.
     """
 
     digest: ChainDigest
@@ -48,10 +48,10 @@ class Variant:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedChunk:
-    """What there is of one chunk. ``is_exact``: the KV of this very prompt, the only variant.
+    """The variants of one chunk. ``is_exact``: the only variant is the KV of this very prompt.
 
-    ``priority`` has a byte for each token, the larger the more it is worth recomputing; empty
-    when nobody has reported on these tokens.
+    ``priority`` has one byte per token; tokens with a higher value gain more from recomputation.
+    It is empty when no report covers these tokens.
     """
 
     is_exact: bool = False
@@ -61,10 +61,10 @@ class ResolvedChunk:
 
 @dataclass(frozen=True, slots=True)
 class ResolvedSegment:
-    """What there is of one segment; ``ratio``: the share of its variants' tokens to recompute.
+    """The chunks of one segment; ``ratio``: the share of its variants' tokens to recompute.
 
-    ``load_ms`` is that of what is named, the best variants; ``recompute_ms`` what the engine
-    takes to compute all of it, -1 when it did not say how fast it is.
+    ``load_ms`` is the load time of the best variants, ``recompute_ms`` the time to compute the
+    whole segment; -1 when the request did not state the engine's speed.
     """
 
     chunks: tuple[ResolvedChunk, ...]
@@ -75,9 +75,9 @@ class ResolvedSegment:
 
 @dataclass(frozen=True, slots=True)
 class GateView:
-    """A gate as a client sees it: whether KV of other prompts is given out, and why.
+    """A gate as a client sees it: whether KV of other prompts is served, and why.
 
-    Of ``let_through`` and ``kept_out`` requests, trials left out, only the server knows.
+    ``let_through`` and ``kept_out`` count requests, trials excluded; a Resolution leaves them 0.
     """
 
     is_open: bool
@@ -93,17 +93,17 @@ class GateView:
     let_through: int = 0
     kept_out: int = 0
     codecs: tuple[str, ...] = ()
-    """Asked for ACCURACY_TAG: those whose own gates are open."""
+    """For ACCURACY_TAG: the codecs whose own gates are open."""
 
 
 @dataclass(frozen=True, slots=True)
 class Resolution:
-    """The answer to a Resolve: a segment for each that was asked for, all of it under a lease.
+    """The answer to a Resolve: one segment per requested segment, all chunks under a lease.
 
-    ``exact_prefix`` counts the chunks from the prompt's first on that are there as they were.
-    ``layer_order``: layers by the model's numbers, as gets bring them. ``is_shadow``: compare
-    this one with a full prefill, and report. ``lease_id`` is 0 when nothing is there;
-    ``more_leases`` are those of a prompt that was asked for in several requests.
+    ``exact_prefix`` counts the leading chunks of the prompt that are stored exactly.
+    ``layer_order``: the model's layer numbers in the order of gets. ``is_shadow``: compare this
+    request with a full prefill, and report. ``lease_id`` is 0 when nothing is stored;
+    ``more_leases`` are those of a prompt that was resolved in several requests.
     """
 
     segments: tuple[ResolvedSegment, ...]
@@ -119,7 +119,7 @@ class Resolution:
 
 @dataclass(frozen=True, slots=True)
 class ContextMass:
-    """Attention that a chunk's tokens paid to a chunk before it, in the variant's own prompt.
+    """Attention from a chunk's tokens to an earlier chunk, in the variant's own prompt.
 
     ``mass``: weights summed over the chunk's tokens, mean over heads and layers.
     """
@@ -139,8 +139,8 @@ class ContextMass:
 
 @dataclass(frozen=True, slots=True)
 class ShadowResult:
-    """Blended against fully computed: mean KL(full || blended) a token in nats, the share with
-    the same likeliest token of those whose likeliest is clear, and how many tokens there were.
+    """Blended against full prefill: mean KL(full || blended) per token in nats, top-1 agreement
+    over the tokens whose top-1 is clear, and the number of tokens.
     """
 
     divergence: float
@@ -156,11 +156,12 @@ class ShadowResult:
 
 @dataclass(frozen=True, slots=True)
 class ChunkReport:
-    """What was measured of a variant, by its digest; what was not stays empty.
+    """Measurements of a variant, by its digest; fields that were not measured stay empty.
 
-    ``deviations``: a little-endian float16 a token, at ``layer``; -1 for one that was not measured.
-    ``selected``: a bit a token that was recomputed, the first the lowest. ``query_attention``: what
-    the question paid each token, a byte. ``intra_mass``: what it paid itself, with ``context``.
+    ``deviations``: a little-endian float16 per token, at ``layer``; -1 where not measured.
+    ``selected``: one bit per token, lowest first, set if recomputed. ``query_attention``: the
+    question's attention to each token, one byte. ``intra_mass``, with ``context``: the chunk's
+    attention to itself.
     """
 
     digest: bytes
@@ -174,10 +175,10 @@ class ChunkReport:
 
 @dataclass(frozen=True, slots=True)
 class ReuseReport:
-    """What one blended request was worth, to the gate of its ``tag``.
+    """Quality and timing of one blended request, for the gate of its ``tag``.
 
-    ``ratio``: the share of the approximate tokens that was recomputed. ``full_ms`` is the time of
-    a full prefill; times are 0 where they were not measured.
+    ``ratio``: the recomputed share of the approximate tokens. ``full_ms`` is the time of a full
+    prefill; times that were not measured are 0.
     """
 
     tag: str = ""
@@ -190,7 +191,7 @@ class ReuseReport:
 
 
 def check_number(field: str, value: float, top: float = math.inf) -> float:
-    """Return *value* if it is a number from 0 to *top*, and finite. Raises InvalidRequestError."""
+    """Return *value* if it is finite and from 0 to *top*. Raises InvalidRequestError."""
     if not (0 <= value <= top and value < math.inf):
         fix = "finite, not negative" if top == math.inf else f"a number from 0 to {top:g}"
         raise InvalidRequestError(field, value, fix)
@@ -198,14 +199,14 @@ def check_number(field: str, value: float, top: float = math.inf) -> float:
 
 
 ACCURACY_TAG = "accuracy:approximate"
-"""Of lossy copies that state no bound. Each codec has a gate; this tag asks which are open."""
+"""Tag of lossy copies that state no bound. Each codec has a gate; this tag lists the open ones."""
 
 
 def accuracy_tag(codec: str) -> str:
-    """Return the tag of the gate of a model's copies that *codec* is lossy in without a bound."""
+    """Return the gate's tag for copies that *codec* encoded with a loss and without a bound."""
     return f"{ACCURACY_TAG}:{codec}"
 
 
 def check_tag(tag: str) -> str:
-    """Return *tag* if it can be one. Raises InvalidRequestError."""
+    """Return *tag* if it is valid. Raises InvalidRequestError."""
     return check_text("tag", tag, MAX_TAG_CHARS)

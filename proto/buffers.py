@@ -1,4 +1,4 @@
-"""Moving bytes between caller-owned buffers without holding the interpreter lock."""
+"""Copies between caller-owned buffers that do not hold the interpreter lock."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ Bytes: TypeAlias = NDArray[np.uint8]
 
 
 class Sliced(Protocol):
-    """Bytes that are had slice by slice: an array of them, or a file's."""
+    """Bytes that can be read by slices: an array, or a file."""
 
     def __len__(self) -> int:
-        """How many there are."""
+        """Return the number of bytes."""
 
     def __getitem__(self, piece: slice, /) -> Bytes:
-        """Return those of *piece*."""
+        """Return the bytes of *piece*."""
 
 
 Pieces: TypeAlias = "Sequence[tuple[Bytes, Bytes]]"
-"""Where to, and what, of the same length each."""
+"""Pairs of destination and source of the same length."""
 
 BLOCK_BYTES = 1 << 19
 """Copy and checksum in steps that stay in the second-level cache."""
 
 LOOP_FROM_BYTES = 1 << 19
-"""Below, what numpy copies is in cache for who reads it next, and no slower to copy."""
+"""Below this numpy copies as fast and leaves the data in cache for the next reader."""
 LOOP_UNIT_BYTES = 1024
-"""It takes pieces of a multiple of this."""
+"""The compiled loop takes pieces of a multiple of this size."""
 
 
 def as_bytes(buffer: memoryview | bytes | bytearray | Bytes) -> Bytes:
@@ -48,17 +48,17 @@ def as_bytes(buffer: memoryview | bytes | bytearray | Bytes) -> Bytes:
 
 
 def address(data: NDArray[Any]) -> int:
-    """Return where *data* lies in memory; 0 where it is empty."""
+    """Return the memory address of *data*; 0 if it is empty."""
     if not data.size:
         return 0
-    if data.flags.writeable and data.flags.c_contiguous:  # a quarter of what numpy takes to say so
-        with suppress(ValueError):  # of a dtype of another library
+    if data.flags.writeable and data.flags.c_contiguous:  # four times as fast as numpy's accessor
+        with suppress(ValueError):  # the dtype is another library's
             return ctypes.addressof(ctypes.c_char.from_buffer(data.data))
     return int(data.ctypes.data)
 
 
 def addresses(*data: NDArray[Any]) -> list[int]:
-    """Return where each of *data* lies."""
+    """Return the memory address of each of *data*."""
     return [address(each) for each in data]
 
 
@@ -67,15 +67,15 @@ checksum: Callable[[memoryview | bytes | Bytes], int] = xxh3_64_intdigest  # typ
 
 
 def copy_bytes(out: Bytes, data: Bytes) -> None:
-    """Copy *data* to *out* of the same length; the interpreter lock is free meanwhile."""
+    """Copy *data* to *out* of the same length, without the interpreter lock."""
     np.copyto(out, data)
 
 
 def copy_groups(groups: Sequence[Pieces]) -> list[int]:
-    """Copy all pieces of *groups*; return xxh3_64 of what arrived for each group.
+    """Copy all pieces of *groups*; return xxh3_64 of the copied bytes of each group.
 
-    What is summed is what was stored: read from its place, or loaded once for both. Who writes to
-    the data meanwhile slips nothing past.
+    The checksum covers the destination, or each word is loaded once for both copy and checksum: a
+    concurrent write to the source cannot go unnoticed.
     """
     if _is_for_loop(groups, LOOP_FROM_BYTES):
         return copy_by_loop(groups)
@@ -83,7 +83,7 @@ def copy_groups(groups: Sequence[Pieces]) -> list[int]:
 
 
 def _is_for_loop(groups: Sequence[Sequence[tuple[Bytes, object]]], least_bytes: int) -> bool:
-    """Whether all pieces are of whole units, and of *least_bytes* together."""
+    """Return whether all pieces are whole units, and together at least *least_bytes*."""
     total = 0
     for pieces in groups:
         if not pieces:
@@ -103,21 +103,21 @@ def _copy_blocks(pieces: Pieces) -> int:
     return state.intdigest()
 
 
-loops()  # without the library nothing works: fail at once, not at the first large copy
+loops()  # the library is required: fail at import, not at the first large copy
 
 
 class PieceRow(ctypes.Structure):
-    """A piece as the loops of ``native/sums.c`` take it; the last of a group has its size."""
+    """A piece for the loops of ``native/sums.c``; the last of a group has the group's size."""
 
     _fields_ = [(name, ctypes.c_uint64) for name in ("out", "at", "units", "size", "sum")]
 
 
 def copy_by_loop(groups: Sequence[Pieces], native: Loops | None = None) -> list[int]:
-    """Do what ``copy_groups`` does, by the compiled loop, for pieces of whole units.
+    """Do what ``copy_groups`` does, in the compiled loop, for pieces of whole units.
 
-    Each word is loaded once, stored past the caches where it can be, and added to its XXH3: who
-    reads it next is another core. Raises ValueError for a piece that does not fit where it is to
-    go, for one of no whole units, and for a group of none.
+    Each word is loaded once, stored past the caches where possible, as the next reader is another
+    core, and added to its XXH3. Raises ValueError for a piece whose source and destination differ
+    in length, for one that is not a multiple of the unit, and for an empty group.
     """
     rows = _rows(groups)
     (native or loops()).copy_summed(rows, len(rows), True)
@@ -125,7 +125,7 @@ def copy_by_loop(groups: Sequence[Pieces], native: Loops | None = None) -> list[
 
 
 def _rows(groups: Sequence[Sequence[tuple[Bytes, Bytes | int]]]) -> ctypes.Array[PieceRow]:
-    """Return the rows of pieces to fill, each from other bytes, or from a place in a file."""
+    """Return the rows of pieces to fill, each from memory or from a file offset."""
     rows = (PieceRow * sum(map(len, groups)))()
     count = 0
     for pieces in groups:
@@ -152,7 +152,7 @@ def _rows(groups: Sequence[Sequence[tuple[Bytes, Bytes | int]]]) -> ctypes.Array
 
 
 def copy_summed(out: Bytes, data: Bytes, state: xxh3_64) -> None:
-    """Copy *data* to *out* and add what arrived to *state*, block by block."""
+    """Copy *data* to *out* and add the copied bytes to *state*, block by block."""
     if len(data) <= BLOCK_BYTES:
         np.copyto(out, data)
         state.update(out)  # type: ignore[arg-type,unused-ignore]
@@ -164,24 +164,24 @@ def copy_summed(out: Bytes, data: Bytes, state: xxh3_64) -> None:
 
 
 FileGroups: TypeAlias = "Sequence[tuple[int, Sequence[Bytes]]]"
-"""From where in the file, and what to fill, one piece behind the other."""
+"""Pairs of a file offset and the pieces to fill from there, back to back."""
 
 READ_LOOP_FROM_BYTES = 1 << 18
-"""Less is read as fast by single calls."""
+"""Below this single calls are as fast."""
 
 
 def read_summed(descriptor: int, groups: FileGroups) -> list[int] | None:
-    """Fill the pieces of *groups* from the file; return xxh3_64 of what arrived for each group.
+    """Fill the pieces of *groups* from the file; return xxh3_64 of the bytes of each group.
 
-    None where pieces are not of whole units or few bytes, or a read failed or was short: read it
-    all again by other means, which say what is wrong.
+    None when pieces are not whole units or too small, or a read failed or was short: the caller
+    reads all of it again by other means, which raise with the reason.
     """
     is_for_loop = _is_for_loop(_placed(groups), READ_LOOP_FROM_BYTES)
     return read_by_loop(descriptor, groups) if is_for_loop else None
 
 
 def _placed(groups: FileGroups) -> list[list[tuple[Bytes, int]]]:
-    """Return each piece with its place in the file."""
+    """Return each piece with its file offset."""
     placed = []
     for offset, pieces in groups:
         starts = accumulate((out.nbytes for out in pieces), initial=offset)
@@ -192,10 +192,10 @@ def _placed(groups: FileGroups) -> list[list[tuple[Bytes, int]]]:
 def read_by_loop(
     descriptor: int, groups: FileGroups, native: Loops | None = None
 ) -> list[int] | None:
-    """Do what ``read_summed`` does, by the compiled loop.
+    """Do what ``read_summed`` does, in the compiled loop.
 
-    Threads that read and sum step by step in Python wait for each other's interpreter lock. Raises
-    ValueError for a piece that it cannot fill, and for a group of none.
+    Threads that read and sum in Python contend for the interpreter lock. Raises ValueError for a
+    piece that it cannot fill, and for an empty group.
     """
     rows = _rows(_placed(groups))
     if (native or loops()).read_summed(rows, len(rows), descriptor) != len(rows):

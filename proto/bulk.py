@@ -1,7 +1,7 @@
 """The messages of the bulk channel, between a reader or writer of frames and a server over TCP.
 
-A message is a ``StreamMessage`` of kvstore.proto behind its length; a part of a frame has its bytes
-behind it. docs/format.md has how they are framed. Nothing here does I/O.
+A message is a length-prefixed ``StreamMessage`` of kvstore.proto; the payload of a frame part
+follows it. docs/format.md specifies the framing. Nothing here does I/O.
 """
 
 from __future__ import annotations
@@ -21,23 +21,23 @@ from kvstore.proto.messages import MESSAGE_BYTES, pack_info, unpack_info
 from kvstore.proto.types import DIGEST_BYTES, ChunkInfo, ChunkKey, KVLayout, Namespace
 
 MAGIC = b"KVS\x03"
-"""Its last byte is the version."""
+"""The last byte is the version."""
 TOKEN_BYTES = 16
 
 MAX_HEADER_BYTES = 1 << 20
 MAX_PAYLOAD_BYTES = MESSAGE_BYTES
 
 SILENCE_S = 6.0
-"""A peer that takes or sends nothing of a request for so long is hung up on."""
+"""The connection is closed when a peer neither sends nor receives for this long in a request."""
 
 LENGTHS = struct.Struct("<4sII")
 _MAX_TEXT_CHARS = 1024
 _ROW_SLACK_BYTES = 8
-"""What protobuf adds to a row, at most."""
+"""Upper bound of protobuf's overhead per row."""
 
 
 def pack(message: pb.StreamMessage, payload_bytes: int = 0) -> bytes:
-    """Return what comes before a message's payload."""
+    """Return the bytes that precede a message's payload."""
     header = message.SerializeToString()
     return LENGTHS.pack(MAGIC, len(header), payload_bytes) + header
 
@@ -45,9 +45,9 @@ def pack(message: pb.StreamMessage, payload_bytes: int = 0) -> bytes:
 def unpack_lengths(
     begun: bytes | memoryview, header_limit_bytes: int = MAX_HEADER_BYTES
 ) -> tuple[int, int]:
-    """Return the lengths of header and payload of a message that begins so.
+    """Return the lengths of header and payload of a message from its first bytes.
 
-    Raises InvalidRequestError for what is no message, or too long.
+    Raises InvalidRequestError if it is no message, or too long.
     """
     magic, header_bytes, payload_bytes = LENGTHS.unpack_from(begun)
     if magic != MAGIC:
@@ -60,7 +60,7 @@ def unpack_lengths(
 
 
 def parse(header: bytes, payload_bytes: int) -> pb.StreamMessage:
-    """Parse a header. Raises InvalidRequestError for what is no message, or has another payload."""
+    """Parse a header. Raises InvalidRequestError for no message, or for an unexpected payload."""
     message = pb.StreamMessage()
     try:
         message.ParseFromString(header)
@@ -75,13 +75,13 @@ def parse(header: bytes, payload_bytes: int) -> pb.StreamMessage:
 
 
 def failure(request: int, error: KVStoreError) -> pb.StreamMessage:
-    """Return what ends *request* by *error*."""
+    """Return the message that ends *request* with *error*."""
     failed = pb.StreamError(name=type(error).__name__, text=str(error)[:_MAX_TEXT_CHARS])
     return pb.StreamMessage(request=request, failed=failed)
 
 
 def error_of(failed: pb.StreamError) -> KVStoreError:
-    """Return the error that was sent."""
+    """Return the error that *failed* carries."""
     return revive(failed.name, failed.text)
 
 
@@ -96,9 +96,9 @@ def keys_of(request: pb.GetRequest | pb.FindRequest, limit: int) -> list[ChunkKe
 
 
 def found_rows(infos: Iterable[ChunkInfo | None]) -> pb.FindResponse:
-    """Return the answer to a find: index rows, empty for chunks that are not in memory.
+    """Return the reply to a find: index rows, empty for chunks that are not in memory.
 
-    What does not fit one message is left out.
+    Rows that do not fit one message are left out.
     """
     found = pb.FindResponse()
     size = _ROW_SLACK_BYTES
@@ -116,9 +116,9 @@ def found_rows(infos: Iterable[ChunkInfo | None]) -> pb.FindResponse:
 
 
 def found_infos(keys: Sequence[ChunkKey], found: pb.FindResponse) -> list[ChunkInfo | None]:
-    """Return what a find of *keys* found; None for those that are not there, or were left out.
+    """Return the chunks found for *keys*; None for those that are absent or were left out.
 
-    Raises InvalidFrameError, also when a row is of another chunk than was asked for.
+    Raises InvalidFrameError, also when a row names another chunk than was requested.
     """
     if len(found.rows) > len(keys):
         raise InvalidFrameError("rows", len(found.rows), f"answers for {len(keys)} chunks")
@@ -130,23 +130,23 @@ def found_infos(keys: Sequence[ChunkKey], found: pb.FindResponse) -> list[ChunkI
 
 
 GUEST_S = 300
-"""A guest is let in for so long: a client that is revoked is out by then."""
+"""Lifetime of a guest's token, and so the most that a revoked client keeps its access."""
 
 _GUEST_TERMS = struct.Struct("<Q16sI")
 _GUEST_PURPOSE = b"kvstore guest"
 
 
 def guest_token(secret: bytes, session_id: int, namespace: bytes, until_s: int) -> bytes:
-    """Return HMAC-SHA256 (RFC 2104), cut to 16 bytes, of what a guest may do under *secret*.
+    """Return HMAC-SHA256 (RFC 2104) under *secret* of a guest's rights, cut to 16 bytes.
 
-    The owner of a session at the other server makes one without a request to it.
+    The owner of a session at the other server issues one without a request to that server.
     """
     terms = _GUEST_PURPOSE + _GUEST_TERMS.pack(session_id, namespace, until_s)
     return hmac.new(secret, terms, hashlib.sha256).digest()[:TOKEN_BYTES]
 
 
 def is_genuine(attach: pb.StreamAttach, secret: bytes) -> bool:
-    """Whether *attach* is of the session with *secret*, or of a guest with its owner's terms."""
+    """Return whether *attach* proves the session with *secret*, or a guest that it admits."""
     token = secret
     if attach.key_namespace:
         if len(attach.key_namespace) != DIGEST_BYTES:

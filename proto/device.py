@@ -1,8 +1,8 @@
 """A device: memory, streams, events. One class for CUDA, one for the CPU.
 
-The two differ here and nowhere else. CUDA: torch for streams, events and copies, cupy for the
-arena, its handle and the runtime. torch is imported here, so only who uses a device imports this
-file; cupy once it is used.
+The two differ here and nowhere else. CUDA uses torch for streams, events and copies, and cupy for
+the arena, its handle and the runtime. This file imports torch, so only users of a device import
+it; cupy is imported at first use.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import TierUnavailableError
 
 HANDLE_BYTES = 64
-"""Of a cudaIpcMemHandle_t (CUDA runtime API, "Memory Management")."""
+"""Size of a cudaIpcMemHandle_t (CUDA runtime API, "Memory Management")."""
 HOST_REGISTER_PORTABLE = 1
 HOST_REGISTER_READ_ONLY = 8
 ARENA_GRANULE_BYTES = 2 << 20
-"""A handle lets others at all of the block that CUDA cut the memory from; one of these is ours."""
+"""An IPC handle exposes the whole CUDA block that memory was cut from: we allocate whole blocks."""
 
 logger = structlog.get_logger(__name__)
 
@@ -40,20 +40,20 @@ class Event(Protocol):
     """A point in a stream's work."""
 
     def query(self) -> bool:
-        """Whether the work before it is done."""
+        """Return whether the work before it is done."""
 
     def synchronize(self) -> None:
-        """Block until it is."""
+        """Block until the work before it is done."""
 
     def handle(self) -> bytes:
-        """Return what ``Device.import_event`` of another process takes, of a shared event."""
+        """Return a shared event's handle, for ``Device.import_event`` of another process."""
 
 
 @dataclass(frozen=True, slots=True)
 class Imported:
-    """Memory of another process. It is only read; CUDA cannot forbid the rest.
+    """Memory of another process. It is only read, though CUDA cannot enforce that.
 
-    Nothing uses it after ``close``. ``mapping`` is what keeps it alive, where it is host memory.
+    It is not used after ``close``. ``mapping`` keeps it alive if it is host memory.
     """
 
     memory: torch.Tensor
@@ -62,10 +62,10 @@ class Imported:
 
 
 class Stream(ABC):
-    """Work that a device does in order, while the host goes on. Thread-safe.
+    """A queue of work that a device executes in order, asynchronously. Thread-safe.
 
-    What is queued reads and writes memory that stays alive and unchanged until it is done.
-    Raises TierUnavailableError when the device fails.
+    Memory that queued work uses must stay alive and unchanged until the work is done. Raises
+    TierUnavailableError when the device fails.
     """
 
     @abstractmethod
@@ -74,24 +74,24 @@ class Stream(ABC):
 
     @abstractmethod
     def record(self, *, shared: bool = False) -> Event:
-        """Return an event behind everything queued so far.
+        """Return an event after everything queued so far.
 
-        *shared*: another process can wait for it, while this one keeps it.
+        *shared*: another process can wait for it while this process keeps it.
         """
 
     @abstractmethod
     def wait(self, event: Event) -> None:
-        """Have what is queued from now on wait for *event*; the host does not."""
+        """Make work queued from now on wait for *event*; the host does not wait."""
 
     def copy(self, out: torch.Tensor, data: torch.Tensor) -> None:
-        """Queue a copy of *data* to *out*: uint8, one-dimensional, of one length.
+        """Queue a copy of *data* to *out*: uint8, one-dimensional, of equal length.
 
         Either may be host memory.
         """
         self.launch(lambda: out.copy_(data, non_blocking=True))
 
     def upload(self, out: torch.Tensor, pieces: Sequence[tuple[int, Bytes]]) -> None:
-        """Queue copies of host bytes to *out*, uint8: each from the byte on that is before it."""
+        """Queue copies of host bytes to *out*, uint8; each piece has its byte offset in *out*."""
         for start, data in pieces:
             self.copy(out[start : start + len(data)], tensor_over(data))
 
@@ -99,7 +99,7 @@ class Stream(ABC):
         """Queue writing *value* to all of *out*, a device tensor of any integer type."""
 
         def work() -> None:
-            # A copy, where fill_ would be a kernel: that waits until the engine's have a pause.
+            # A copy: fill_ would be a kernel, which waits for a gap between the engine's kernels.
             values = torch.full(out.shape, value, dtype=out.dtype, pin_memory=out.is_cuda)
             out.copy_(values, non_blocking=True)
 
@@ -107,7 +107,7 @@ class Stream(ABC):
 
 
 class Device(ABC):
-    """Where an arena lies. ``identity`` names the physical device in every process alike.
+    """Where an arena lies. ``identity`` names the physical device equally in every process.
 
     All methods raise TierUnavailableError when the device fails.
     """
@@ -116,7 +116,7 @@ class Device(ABC):
 
     def __init__(self) -> None:
         self._registered: dict[int, int] = {}
-        """Where each piece of registered memory starts and stops."""
+        """Start and stop address of each piece of registered memory."""
 
     @abstractmethod
     def allocate(self, size_bytes: int) -> torch.Tensor:
@@ -124,11 +124,11 @@ class Device(ABC):
 
     @abstractmethod
     def release(self, arena: torch.Tensor) -> None:
-        """Give back what ``allocate`` returned; nobody looks at it any more."""
+        """Free memory returned by ``allocate``; it is no longer in use."""
 
     @abstractmethod
     def staging(self, size_bytes: int) -> torch.Tensor:
-        """Return host memory (uint8) that copies to and from run through at full speed."""
+        """Return host memory (uint8) for copies to and from the device at full speed."""
 
     @abstractmethod
     def stream(self) -> Stream:
@@ -136,29 +136,28 @@ class Device(ABC):
 
     @abstractmethod
     def current_stream(self) -> Stream:
-        """Return the stream that torch's work goes to in this thread: an engine's own."""
+        """Return torch's current stream of this thread: the engine's own."""
 
     @abstractmethod
     def export(self, arena: torch.Tensor) -> int:
-        """Return a descriptor of a memfd that lets another process map *arena*.
+        """Return a memfd that lets another process map *arena*; the caller closes it.
 
-        It is the caller's to close. docs/format.md says what it holds.
+        docs/format.md specifies its content.
         """
 
     @abstractmethod
     def import_memory(self, exported: Bytes, size_bytes: int) -> Imported:
-        """Map *size_bytes* that another process exported; *exported* is the mapped memfd."""
+        """Map *size_bytes* of another process's arena; *exported* is its mapped memfd."""
 
     @abstractmethod
     def import_event(self, handle: bytes) -> Event:
-        """Return the event of another process that *handle* is of."""
+        """Return the event of another process with *handle*."""
 
     def register(self, memory: Bytes, *, read_only: bool = False) -> Callable[[], None] | None:
-        """Have copies go straight to and from *memory*; return how to end that.
+        """Register *memory* for direct copies; return the function that unregisters it.
 
-        *read_only*: it is mapped so, and only copied from.
-
-        None, after a warning, where the device cannot: copies are then staged.
+        *read_only*: it is mapped read-only and only copied from. Returns None after a warning when
+        the device cannot register it: copies are then staged.
         """
         start = memory.ctypes.data
         self._registered[start] = start + len(memory)
@@ -169,14 +168,14 @@ class Device(ABC):
         return unregister
 
     def is_registered(self, memory: Bytes) -> bool:
-        """Whether all of *memory* lies in one registered piece."""
+        """Return whether all of *memory* lies in one registered piece."""
         first = memory.ctypes.data
         ranges = self._registered.copy().items()  # other threads register
         return any(start <= first and first + len(memory) <= stop for start, stop in ranges)
 
 
 def tensor_over(memory: Bytes) -> torch.Tensor:
-    """Return a tensor over *memory*, read-only or not; it does not keep *memory* alive."""
+    """Return a tensor over *memory*, which may be read-only; it does not keep *memory* alive."""
     if not len(memory):
         return torch.empty(0, dtype=torch.uint8)
     pointer = (ctypes.c_uint8 * len(memory)).from_address(memory.ctypes.data)
@@ -184,7 +183,7 @@ def tensor_over(memory: Bytes) -> torch.Tensor:
 
 
 class HostDevice(Device):
-    """The CPU as a device: every copy is done when it is queued, every event is over.
+    """The CPU as a device: copies are synchronous, events are always complete.
 
     For models on the CPU, and for tests. Its arena is a memfd, so that another process can map
     it as it would a CUDA arena.
@@ -236,7 +235,7 @@ class HostDevice(Device):
 
 
 class _Over:
-    """An event of work that is done."""
+    """A completed event."""
 
     def query(self) -> bool:
         return True
@@ -249,7 +248,7 @@ class _Over:
 
 
 class HostStream(Stream):
-    """Does everything at once."""
+    """Executes everything synchronously."""
 
     @override
     def launch(self, work: Callable[[], object]) -> None:
@@ -285,18 +284,18 @@ class CudaDevice(Device):
 
     @cached_property
     def _cupy(self) -> Any:
-        """Needed for an arena and for registering; the rest is torch's."""
+        """cupy, needed for an arena and for registration only."""
         return import_cupy()
 
     @contextmanager
     def _runtime(self) -> Iterator[Any]:
-        """Yield CUDA's runtime, as cupy has it, for calls to this device."""
+        """Yield cupy's CUDA runtime for calls to this device."""
         with _device_errors(), self._cupy.cuda.Device(self._index):
             yield self._cupy.cuda.runtime
 
     @override
     def allocate(self, size_bytes: int) -> torch.Tensor:
-        """Return memory of its own cudaMalloc: only such a one has an IPC handle of its own."""
+        """Return memory of a separate cudaMalloc, so that its IPC handle exposes nothing else."""
         granules = -(-size_bytes // ARENA_GRANULE_BYTES)
         with self._runtime() as runtime:
             free_bytes, _ = runtime.memGetInfo()
@@ -357,7 +356,7 @@ class CudaDevice(Device):
                 runtime.ipcCloseMemHandle(pointer)
 
         try:
-            # A kernel that reads past the end takes the whole process's context with it.
+            # A kernel that reads past the end destroys the process's whole CUDA context.
             found = allocated_bytes(pointer)
             if not 0 < size_bytes <= found:
                 raise TierUnavailableError("gpu", f"it has {found} bytes, not {size_bytes}")
@@ -374,8 +373,8 @@ class CudaDevice(Device):
 
     @override
     def register(self, memory: Bytes, *, read_only: bool = False) -> Callable[[], None] | None:
-        # Not by way of torch: that leaves a refusal behind as the last error of its runtime, and
-        # the next kernel of anybody on the thread seems to fail.
+        # Not through torch: a refusal stays the last error of its runtime, and the next kernel on
+        # the thread appears to fail.
         flags = HOST_REGISTER_READ_ONLY if read_only else HOST_REGISTER_PORTABLE
         start = memory.ctypes.data
         try:
@@ -420,7 +419,7 @@ class CudaStream(Stream):
 
     @override
     def upload(self, out: torch.Tensor, pieces: Sequence[tuple[int, Bytes]]) -> None:
-        # A call of torch's takes longer than the copy of a small chunk.
+        # A torch call takes longer than the copy of a small chunk.
         with _device_errors():
             runtime = import_cupy().cuda.runtime
             first, pointer = out.data_ptr(), self._stream.cuda_stream
@@ -451,7 +450,7 @@ class _CudaEvent:
 
 @contextmanager
 def _device_errors() -> Iterator[None]:
-    """Say what torch and cupy raise (both derive from RuntimeError) in the store's words."""
+    """Turn errors of torch and cupy (both RuntimeError) into TierUnavailableError."""
     try:
         yield
     except RuntimeError as error:
@@ -466,14 +465,14 @@ def import_cupy() -> Any:
     except ImportError as error:
         fix = "install kvstore-server[gpu] or kvstore-server[gpu-cuda12]"
         raise TierUnavailableError("gpu", f"needs cupy ({error}): {fix}") from None
-    except OSError as error:  # it makes the folder of what it compiled as soon as it is loaded
+    except OSError as error:  # importing cupy creates the folder of its kernel cache
         reason = f"cupy cannot be loaded ({error}): set CUPY_CACHE_DIR to a folder to write to"
         raise TierUnavailableError("gpu", reason) from None
     return cupy
 
 
 def allocated_bytes(pointer: int) -> int:
-    """Return how many bytes are allocated from *pointer* on, by what CUDA's driver knows.
+    """Return how many bytes CUDA's driver has allocated from *pointer* on.
 
     Raises TierUnavailableError.
     """
@@ -489,5 +488,5 @@ def allocated_bytes(pointer: int) -> int:
 
 
 def open_device(device: torch.device) -> Device:
-    """Return the device called *device*. Raises TierUnavailableError with the fix."""
+    """Return the Device for *device*. Raises TierUnavailableError with the fix."""
     return HostDevice() if device.type == "cpu" else CudaDevice(device.index or 0)

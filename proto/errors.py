@@ -17,7 +17,7 @@ class KVStoreError(Exception):
 
 
 class _FieldError(KVStoreError, ValueError):
-    """Names the field, the value it had and what to do about it."""
+    """Names the field, its value and the fix."""
 
     def __init__(self, field: str, value: object, fix: str) -> None:
         text = repr(value)
@@ -66,7 +66,7 @@ class LeaseExpiredError(KVStoreError):
 
 
 class TierFullError(KVStoreError):
-    """Every byte that could be freed is leased, reserved or kept for loads."""
+    """All bytes that could be freed are leased, reserved or kept for loads."""
 
     status = "RESOURCE_EXHAUSTED"
 
@@ -78,7 +78,7 @@ class TierFullError(KVStoreError):
 
 
 class QuotaExceededError(KVStoreError):
-    """A limit with a name is reached; the message says which and whose."""
+    """A named limit is reached; the message states which and whose."""
 
     status = "RESOURCE_EXHAUSTED"
 
@@ -88,7 +88,7 @@ class QuotaExceededError(KVStoreError):
 
 
 class ChunkCorruptError(KVStoreError):
-    """The stored bytes fail a check. The chunk is already quarantined and can be put again."""
+    """The stored bytes fail a check. The chunk was quarantined and can be put again."""
 
     status = "DATA_LOSS"
 
@@ -98,7 +98,7 @@ class ChunkCorruptError(KVStoreError):
 
 
 class TierUnavailableError(KVStoreError):
-    """The medium does not answer or cannot be used; ``is_partial``: at the chunk's place alone."""
+    """The medium is unavailable; ``is_partial``: only where this chunk lies."""
 
     status = "UNAVAILABLE"
     is_partial: bool = False
@@ -116,13 +116,13 @@ class DeadlineError(KVStoreError, TimeoutError):
 
 
 class ShuttingDownError(KVStoreError):
-    """The server drains; go on without it."""
+    """The server is draining; continue without it."""
 
     status = "UNAVAILABLE"
 
 
 class UnauthenticatedError(KVStoreError):
-    """The caller did not prove who it is."""
+    """The caller did not prove its identity."""
 
     status = "UNAUTHENTICATED"
 
@@ -141,9 +141,9 @@ def _tree(root: type[KVStoreError]) -> dict[str, type[KVStoreError]]:
 
 
 def revive(name: str, message: str) -> KVStoreError:
-    """Rebuild the error called *name* from what travelled, without running its constructor.
+    """Rebuild a received error by its class *name*, without running its constructor.
 
-    An unknown name (a newer server) becomes a plain KVStoreError.
+    An unknown name (of a newer server) becomes a plain KVStoreError.
     """
     kind = _tree(KVStoreError).get(name, KVStoreError)
     error = kind.__new__(kind, message)
@@ -152,7 +152,7 @@ def revive(name: str, message: str) -> KVStoreError:
 
 
 def is_whole(value: object) -> bool:
-    """Whether *value* is a whole number; True and False are none."""
+    """Return whether *value* is an integer and not a bool."""
     return isinstance(value, Integral) and not isinstance(value, bool)
 
 
@@ -167,15 +167,15 @@ def check_text(
     """Return *text* if it has *least* to *most* characters, all printable. Raises *error*."""
     if not isinstance(text, str) or not least <= len(text) <= most or not text.isprintable():
         count = f"{least} to {most}" if least else f"at most {most}"
-        shown = text[:160] if isinstance(text, str) else text  # the error writes no more of it
+        shown = text[:160] if isinstance(text, str) else text  # the message shows less than this
         raise error(field, shown, f"give {count} printable characters")
     return text
 
 
 def printable(text: str) -> str:
-    """Return *text* with blanks for what a terminal would obey or hide: controls, line ends, bidi.
+    """Return *text* with blanks for control characters, line ends and bidi marks.
 
-    For all that another program sent and that is shown.
+    For text from other programs before a terminal shows it.
     """
     if text.isprintable():
         return text

@@ -1,10 +1,10 @@
 """The Frame: one chunk's encoded bytes, the same on every tier and on the wire.
 
-Layout, limits and test vectors stand in docs/format.md. A frame is a header (fixed part,
-component table, segment table), then one segment per layer of each component, 64-byte
-aligned. Behind these may come levels that refine them, each again a segment per layer: a byte
-prefix that ends with a level is readable at it. The header and each segment carry an xxh3_64;
-nothing is believed before its check.
+docs/format.md specifies layout, limits and test vectors. A frame is a header (fixed part,
+component table, segment table), then one segment per layer of each component, 64-byte aligned.
+Refinement levels may follow, each again with one segment per layer: a byte prefix that ends with
+a level is readable at that level. The header and each segment carry an xxh3_64; no byte is used
+before its check.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ MAX_COMPONENTS = 64
 COMPONENT = struct.Struct("<BBBx3I6I8x")
 
 _NOTHING = (0, 0, 0, 0)
-"""The rectangle of a component that a frame has nothing of."""
+"""The extent of a component that the frame does not cover."""
 
 assert COMPONENT.size == 48
 
 
 @lru_cache(maxsize=256)
 def pack_components(layout: KVLayout, shard: ChunkShard | None = None) -> bytes:
-    """Return the component table of *layout*, or of the *shard* that a frame covers of it."""
+    """Return the component table of *layout*, or of the *shard* that a frame covers."""
     whole = layout if shard is None else shard.whole
     extents = [Extent.whole(c) for c in layout.components] if shard is None else shard.extents
     return b"".join(
@@ -61,8 +61,8 @@ def pack_components(layout: KVLayout, shard: ChunkShard | None = None) -> bytes:
 def unpack_table(table: bytes) -> tuple[KVLayout, ChunkShard | None]:
     """Parse a component table; equal tables share one layout.
 
-    Return the layout of what is covered, and which shard of the chunk that is; None: all of
-    it. Raises InvalidFrameError.
+    Return the layout that the frame covers, and its shard of the chunk; None: the whole chunk.
+    Raises InvalidFrameError.
     """
     if not table or len(table) % COMPONENT.size or len(table) > MAX_COMPONENTS * COMPONENT.size:
         raise InvalidFrameError("components", len(table), f"a row has {COMPONENT.size} bytes")
@@ -108,7 +108,7 @@ assert SEGMENT_DTYPE.itemsize == 32
 
 @lru_cache(maxsize=64)
 def empty_rows(layout: KVLayout, levels: int, shard: ChunkShard | None = None) -> NDArray[Any]:
-    """Return the segment table of *layout* with everything but the names still zero."""
+    """Return the segment table of *layout* with names only; offsets, sizes and sums are zero."""
     spans = [(number, 0) for number in range(len(layout.components))]
     if shard is not None:
         spans = [(number, extent.first_layer) for number, extent in shard.numbered]
@@ -129,11 +129,11 @@ def empty_rows(layout: KVLayout, levels: int, shard: ChunkShard | None = None) -
 def _check_shape(
     table: bytes, segments: bytes, levels: int, sizes: tuple[int, int, int, int]
 ) -> None:
-    """Raise InvalidFrameError unless *segments*, without checksums, are of the component *table*.
+    """Raise InvalidFrameError unless *segments*, without checksums, match the component *table*.
 
-    They have the names of the layout's and follow each other. *sizes* are those that the header
-    states: its own, the frame's, the chunk's, and tokens. Frames of one layout are alike, if not
-    coded, and looked at once: it takes as long as the checksum of a mebibyte.
+    Their names are the layout's, in order, and they follow each other. *sizes* are stated by the
+    header: its own, the frame's and the chunk's bytes, and tokens. Raw frames of one layout are
+    alike, so the result is cached: a check takes as long as the checksum of a mebibyte.
     """
     layout, shard = unpack_table(table)
     size, frame_bytes, *of_chunk = sizes
@@ -161,19 +161,19 @@ MAGIC = b"KVFR"
 VERSION = 1
 FIXED_BYTES = 192
 NO_ASSET = bytes(16)
-"""What the header of a frame says that is read without tables from elsewhere."""
+"""The header's asset field when decoding needs no calibration tables."""
 
 FLAG_RESTORED = 1
-"""Decoded from a lossy copy or blended: never an original again."""
+"""Decoded from a lossy copy or blended: never treated as an original."""
 FLAG_UNSUMMED = 2
-"""Segment checksums are still zero; ``copy_frame`` fills them in. Only on the way in."""
+"""Segment checksums are zero; ``copy_frame`` fills them in. Valid in puts only."""
 _KNOWN_FLAGS = FLAG_RESTORED
 
 _FIXED = struct.Struct("<4sHHIHHHBBIQQII32s16s16s16sdd16sH22xQ")
 _CHECKSUM_OFFSET = FIXED_BYTES - 8
 _HEADER_BYTES_OFFSET, ACCURACY_OFFSET, KEY_OFFSET = 8, 18, 48
 _OWN = (slice(44, 48), slice(48, 96), slice(112, 128), slice(128, 136))
-"""What is a frame's own: its first token, key and parent, content, and cost."""
+"""Fields that differ between like frames: first token, key and parent, content, cost."""
 assert _FIXED.size == FIXED_BYTES
 
 
@@ -183,7 +183,7 @@ def _aligned(size: int) -> int:
 
 @lru_cache(maxsize=256)
 def header_bytes(layout: KVLayout, levels: int = 0, shard: ChunkShard | None = None) -> int:
-    """Size of the header of a frame of *layout*, or of that *shard*, with *levels* refinements."""
+    """Return the header size of a frame of *layout* or *shard* with *levels* refinements."""
     components = layout.components if shard is None else shard.whole.components
     table = COMPONENT.size * len(components) + 32 * layout.segment_count * (1 + levels)
     return _aligned(FIXED_BYTES + table)
@@ -191,7 +191,7 @@ def header_bytes(layout: KVLayout, levels: int = 0, shard: ChunkShard | None = N
 
 @lru_cache(maxsize=256)
 def raw_frame_bytes(layout: KVLayout) -> int:
-    """Size of the frame of *layout* under the raw codec."""
+    """Return the frame size of *layout* under the raw codec."""
     size = header_bytes(layout)
     for component in layout.components:
         size += component.layers * _aligned(component.layer_bytes)
@@ -201,10 +201,10 @@ def raw_frame_bytes(layout: KVLayout) -> int:
 
 @dataclass(frozen=True, slots=True)
 class FrameTemplate:
-    """What a writer knows of a frame before its payload is encoded.
+    """The header fields that are known before the payload is encoded.
 
-    ``position`` is the token index of the chunk's first token in its chain. ``origin``: of a
-    frame that was restored, the codec of the lossy copy; else 0.
+    ``position`` is the index of the chunk's first token in its chain. ``origin`` is the codec of
+    the lossy copy that a restored frame was decoded from; else 0.
     """
 
     key: ChunkKey
@@ -220,12 +220,12 @@ class FrameTemplate:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FrameHeader(FrameTemplate):
-    """Everything before the payload; the template, too, that encoding it anew starts from.
+    """Everything before the payload; also the template for encoding the frame again.
 
     ``segments`` is a read-only array of SEGMENT_DTYPE. ``error_bound`` is meaningful when
-    ``accuracy`` is ``bounded``. ``levels`` counts the refinements behind the base; ``asset`` names
-    the tables that the codec needs. With a ``shard``, ``layout`` is of what it covers, and
-    segments bear the numbers of the whole.
+    ``accuracy`` is ``bounded``. ``levels`` counts the refinements after the base; ``asset`` names
+    the calibration tables that the codec needs. With a ``shard``, ``layout`` is the covered part,
+    and segments keep the numbers of the whole chunk.
     """
 
     codec_id: int
@@ -245,16 +245,16 @@ class FrameHeader(FrameTemplate):
 
     @property
     def stated(self) -> Stated:
-        """What the frame states of itself."""
+        """The accuracy that the frame states."""
         return _stated(self.accuracy, self.codec_id, self.flags, self.origin)
 
     def level_end(self, level: int) -> int:
-        """Return how many of the frame's first bytes make it readable at *level*."""
+        """Return the length of the prefix that is readable at *level*."""
         last = self.segments[(level + 1) * self.layout.segment_count - 1]
         return int(last["offset"]) + int(last["stored_bytes"])
 
     def info(self) -> ChunkInfo:
-        """Return what the store keeps of the frame in its index."""
+        """Return the store's index entry of the frame."""
         return ChunkInfo(
             self.key, self.parent, self.layout, self.codec_id, self.frame_bytes,
             self.accuracy, self.prefill_flops,
@@ -268,9 +268,9 @@ class FrameHeader(FrameTemplate):
 
 
 class FrameWriter:
-    """Fill a caller's buffer with one frame, segment by segment, in layer order.
+    """Fills a caller's buffer with one frame, segment by segment, in layer order.
 
-    With *levels*, the base of all layers first, then the first refinement of all, and so on.
+    With *levels*: the base of all layers, then the first refinement of all, and so on.
     Not thread-safe. ``out`` must hold ``header_bytes`` and every segment's upper bound.
     """
 
@@ -286,7 +286,7 @@ class FrameWriter:
         self._end = header_bytes(layout, levels)
 
     def reserve(self, size_bytes: int) -> Bytes:
-        """Return room for the next segment, at most *size_bytes* long."""
+        """Return the buffer of the next segment, at most *size_bytes* long."""
         start = _aligned(self._end)
         if start + size_bytes > len(self._out):
             raise InvalidFrameError("out", len(self._out), f"give {start + size_bytes} bytes")
@@ -294,7 +294,7 @@ class FrameWriter:
         return self._out[start : start + size_bytes]
 
     def commit(self, stored_bytes: int, segment_checksum: int | None = None) -> None:
-        """Seal the segment begun by ``reserve`` at its true size."""
+        """Finish the segment begun by ``reserve`` at its actual size."""
         start = _aligned(self._end)
         stop = start + stored_bytes
         if segment_checksum is None:
@@ -313,7 +313,7 @@ class FrameWriter:
         error_bound: float = 0.0,
         asset: bytes = NO_ASSET,
     ) -> FrameHeader:
-        """Write the header over all segments and return it. The frame is then complete."""
+        """Write and return the header of all segments. The frame is then complete."""
         if self._next != len(self._segments):
             raise InvalidFrameError("segments", self._next, f"commit all {len(self._segments)}")
         if self._end > MAX_FRAME_BYTES:
@@ -369,7 +369,7 @@ def parse_header(
         raise InvalidFrameError("magic", magic, f"expected {MAGIC!r}")
     if version != VERSION:
         raise InvalidFrameError("version", version, f"this reader knows version {VERSION}")
-    # As ``check_limits`` does, and no call for it: each frame of a get is looked at.
+    # ``check_limits`` inlined: this runs for each frame of a get.
     if not 1 <= component_count <= MAX_COMPONENTS or not 1 <= segment_count <= MAX_SEGMENTS:
         raise InvalidFrameError("counts", (component_count, segment_count), "outside the limits")
     table_end = FIXED_BYTES + COMPONENT.size * component_count
@@ -402,11 +402,11 @@ def parse_header(
 def like_header(
     head: Bytes, header: FrameHeader, heads: NDArray[np.uint8]
 ) -> tuple[NDArray[np.bool_], NDArray[np.uint64]]:
-    """Return which rows of *heads* are right headers like *header*, which was parsed from *head*;
-    and the checksums of segments that each row states.
+    """Return which rows of *heads* are valid headers like *header*, which was parsed from *head*,
+    and the segment checksums that each row states.
 
-    Those alike differ in their names, place, costs and checksums alone. Rows are as long as
-    *head* or longer. For many frames of one shape: a seventh of the time of parsing each.
+    Like headers differ only in names, position, cost and checksums. Rows are at least as long as
+    *head*. For many frames of one shape this takes a seventh of the time of parsing each.
     """
     size = header.header_bytes
     rows, like = np.array(heads[:, :size]), np.array(head[None, :size])
@@ -418,7 +418,7 @@ def like_header(
     table = FIXED_BYTES + COMPONENT.size * len(header.layout.components)
     sums = np.s_[:, table // 8 + 3 : (table + header.segments.nbytes) // 8 : 4]
     sums_stated = words[sums].copy()
-    for each in (rows, like):  # blank in both what is a frame's own
+    for each in (rows, like):  # blank the fields that may differ
         for part in _OWN:
             each[:, part] = 0
         each.view("<u8")[:, sum_word] = each.view("<u8")[sums] = 0
@@ -432,15 +432,15 @@ def _stated(accuracy: Accuracy, codec_id: int, flags: int, origin: int) -> State
 
 
 def stated_header_bytes(start: Bytes) -> int:
-    """Return how long the header says it is that begins with the FIXED_BYTES of *start*.
+    """Return the header length stated in *start*, the first FIXED_BYTES of a frame.
 
-    Nothing is checked: wait for that many bytes, no more than the frame has, and parse them.
+    Nothing is checked: read that many bytes, capped at the frame's size, and parse them.
     """
     return int.from_bytes(start[_HEADER_BYTES_OFFSET:][:4].tobytes(), "little")
 
 
 def check_limits(component_count: int, segment_count: int, raw_bytes: int) -> None:
-    """Raise InvalidFrameError unless a frame may have so many parts and bytes."""
+    """Raise InvalidFrameError unless the counts and bytes are within a frame's limits."""
     if not 1 <= component_count <= MAX_COMPONENTS or not 1 <= segment_count <= MAX_SEGMENTS:
         raise InvalidFrameError("counts", (component_count, segment_count), "outside the limits")
     if raw_bytes > MAX_FRAME_BYTES:
@@ -450,10 +450,10 @@ def check_limits(component_count: int, segment_count: int, raw_bytes: int) -> No
 def check_frame(frame: Bytes, key: ChunkKey | None = None, level: int | None = None) -> FrameHeader:
     """Parse *frame* and check its size, its key (when given) and every segment.
 
-    With a *level* it is the first bytes of a frame alone, which make it readable at that.
-    Raises InvalidFrameError for a header no reader should accept or a level that the frame does
-    not have, ChunkCorruptError when the header is right and the bytes behind it are not, or
-    belong to another key.
+    With a *level*, *frame* is the prefix of a frame that is readable at that level. Raises
+    InvalidFrameError for an invalid header or a level that the frame does not have,
+    ChunkCorruptError when the header is valid but the bytes after it are not, or when it has
+    another key.
     """
     header = parse_header(frame)
     if level is not None and not 0 <= level <= header.levels:
@@ -466,11 +466,11 @@ def check_frame(frame: Bytes, key: ChunkKey | None = None, level: int | None = N
 
 
 def copy_frame(out: Bytes, data: Bytes, key: ChunkKey) -> FrameHeader:
-    """Copy the frame *data* to *out* of the same length, checking each byte as it lands.
+    """Copy the frame *data* to *out* of the same length, and check every byte.
 
-    What is checked is *out*: whoever still writes to *data* cannot slip anything past. A frame
-    whose checksums its writer left to us gets them here. Raises as ``check_frame`` does;
-    *out* then holds rubbish.
+    The check reads *out*: a concurrent write to *data* cannot go unnoticed. A frame with
+    FLAG_UNSUMMED gets its checksums here. Raises as ``check_frame`` does; *out* is then
+    undefined.
     """
     if len(out) < FIXED_BYTES or len(out) != len(data):
         fix = f"give at least {FIXED_BYTES}, and as much room"
@@ -502,7 +502,7 @@ def copy_frame(out: Bytes, data: Bytes, key: ChunkKey) -> FrameHeader:
 def check_identity(
     header: FrameHeader, size_bytes: int, key: ChunkKey | None, level: int | None = None
 ) -> None:
-    """Raise ChunkCorruptError unless it is the frame of *key*, all of it, or up to *level*."""
+    """Raise ChunkCorruptError unless it is the frame of *key*, whole or up to *level*."""
     if key is not None and header.key != key:
         raise ChunkCorruptError(key, f"its place holds chunk {header.key.hex()}")
     whole_bytes = header.frame_bytes if level is None else header.level_end(level)

@@ -1,4 +1,4 @@
-"""Checking a frame while its bytes come in, each soon after it came and still in cache."""
+"""Checks a frame while its bytes arrive, when they are still in cache."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ from kvstore.proto.types import ChunkKey
 class FrameVerifier:
     """Does what ``check_frame`` does to *frame*, in steps. Used once, by one thread.
 
-    *header_bytes* is what the header of *key*'s frame has at least: it has more with levels.
-    *arriving* is called at each step with how much has come; what it raises ends the read.
+    *header_bytes* is the least size of the header of *key*'s frame: levels add to it. *arriving*
+    is called at each step with the bytes received so far; an exception from it ends the read.
     """
 
     def __init__(
@@ -39,21 +39,18 @@ class FrameVerifier:
         self.header_bytes = min(header_bytes, len(frame))
         self._header: FrameHeader | None = None
         self._bounds: list[tuple[int, int, int]] = []
-        """Of each segment: where it starts and stops, and its checksum."""
+        """Start, stop and checksum of each segment."""
         self._segment = 0
         self._digest = xxh3_64()
         self._sums: deque[int] = deque()
-        """Of the next segments, where the reader summed them."""
+        """Checksums of the next segments, if the reader computed them."""
         self._done = 0
         self._failure: InvalidFrameError | ChunkCorruptError | None = None
         self.has_begun = False
-        """Whether something has come, of one read."""
+        """Whether any bytes have arrived."""
 
     def update(self, arrived: int) -> None:
-        """Check what has come of the frame, which are its first *arrived* bytes.
-
-        What is wrong with them is raised by ``finish``.
-        """
+        """Check the frame's first *arrived* bytes; ``finish`` raises the first failure."""
         self.has_begun = True
         self._arriving(arrived)
         if self._failure is None:
@@ -63,9 +60,9 @@ class FrameVerifier:
                 self._failure = error
 
     def next_segments(self, start: int, limit_bytes: int) -> list[tuple[int, int]]:
-        """Return where the next segments begin and end, *limit_bytes* in all but at least one.
+        """Return start and stop of the next segments, at least one, up to *limit_bytes* together.
 
-        None unless those before *start* were checked, and these follow with nothing between.
+        Empty unless everything before *start* was checked and they follow it without a gap.
         """
         segments: list[tuple[int, int]] = []
         if self._failure is None and start == self._done:
@@ -77,7 +74,7 @@ class FrameVerifier:
         return segments
 
     def add_checksums(self, sums: Iterable[int]) -> None:
-        """Take *sums* for those of the next segments, ahead of the step that these come with."""
+        """Use *sums* as the checksums of the next segments, before ``update`` covers them."""
         self._sums.extend(sums)
 
     def finish(self) -> FrameHeader:

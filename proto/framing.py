@@ -1,8 +1,8 @@
 """A FramedSocket: messages of the bulk channel over one TCP connection, in plain text or TLS.
 
-Frames go from memory to memory; what the kernel's buffers do not take is not sent. Each start of a
-server has a key and a certificate of its own for TLS, in memory alone, which others learn by gRPC;
-a session trusts that certificate and no other.
+Frames are sent from and received into the caller's memory, without a copy. A server makes a new TLS
+key and certificate at each start, held in memory only, and publishes the certificate by gRPC; a
+session trusts that certificate and no other.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import DeadlineError, TierUnavailableError
 
 MAX_PIECES = 512
-"""Of one message: the kernel takes twice as many at once."""
+"""Pieces of one message: half of what the kernel accepts in one call."""
 STEP_BYTES = 1 << 16
-"""Received before it is summed."""
+"""Bytes received before each checksum step."""
 _TIMEVAL = struct.Struct("@ll")
 _LEAST_S = 0.001
-"""A timeout of 0 would be none."""
+"""A timeout of 0 would mean none."""
 _GRAIN_S = 0.01
-"""A socket may wait so much longer than what is left: to set its timeout each time costs a call."""
+"""A wait may exceed the deadline by this much, which saves setting the timeout before each call."""
 
 
 def message_of(message: pb.StreamMessage, pieces: Sequence[Bytes]) -> list[memoryview]:
-    """Return a message whose payload is *pieces*, not copied, one behind the other."""
+    """Return a message whose payload is *pieces* back to back, without copying them."""
     head = bulk.pack(message, sum(map(len, pieces)))
     return [memoryview(head), *(piece.data for piece in pieces if len(piece))]
 
 
 def hang_up(link: socket.socket) -> None:
-    """End both directions of *link*, which may go over TLS; ``close`` is still due."""
-    with suppress(OSError):  # it has ended by itself
-        # Not TLS's own: a reader meanwhile would go on without it, and take in ciphertext.
+    """Shut down both directions of *link*, with or without TLS; the caller still closes it."""
+    with suppress(OSError):  # the connection is already closed
+        # Not TLS's own shutdown: a concurrent reader would continue in plain text, on ciphertext.
         socket.socket.shutdown(link, socket.SHUT_RDWR)
 
 
 class FramedSocket:
-    """Owns *link*, a connected socket, or one that TLS goes over. Used by one thread at a time.
+    """Owns *link*, a connected socket with or without TLS. Used by one thread at a time.
 
-    Every call raises DeadlineError when nothing moves for ``set_timeout``'s seconds or it is late,
-    and TierUnavailableError when the other end, which is *whose*, hung up; *address* is what errors
-    call it. *clock* returns monotonic seconds.
+    Every call raises DeadlineError when no byte moves for ``set_timeout``'s seconds or the deadline
+    passes, and TierUnavailableError when the other end closes the connection; errors name it by
+    *whose* and *address*. *clock* returns monotonic seconds.
     """
 
     def __init__(
@@ -75,17 +75,17 @@ class FramedSocket:
         self._is_encrypted = is_encrypted
         self._patience_s = 0.0
         self._lengths = memoryview(bytearray(bulk.LENGTHS.size))
-        # In plain text the kernel waits for all of a piece: one call for it, and one wake.
+        # In plain text the kernel waits for a whole piece: one call and one wake-up.
         self._flags = 0 if is_encrypted else socket.MSG_WAITALL
         link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         link.setblocking(True)
 
     def fileno(self) -> int:
-        """Return the socket's descriptor, -1 when it is closed."""
+        """Return the socket's descriptor; -1 when it is closed."""
         return self._link.fileno()
 
     def set_timeout(self, seconds: float, until: float = math.inf) -> None:
-        """Wait so long at most for bytes to move, from now on, and for nothing past *until*."""
+        """Limit each wait for bytes to *seconds*, and all of them to the time *until*."""
         self._until = until
         if seconds == self._patience_s:
             return
@@ -99,15 +99,15 @@ class FramedSocket:
         self._link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, interval)
 
     def send(self, message: pb.StreamMessage, pieces: Sequence[Bytes] = ()) -> None:
-        """Send a message whole, with a payload of *pieces*, MAX_PIECES at most."""
+        """Send a whole message with a payload of *pieces*, at most MAX_PIECES."""
         left = message_of(message, pieces)
         while left:
             self.send_some(left)
 
     def send_some(self, pieces: list[memoryview]) -> None:
-        """Send what is taken at once of a message, and drop that from its *pieces*.
+        """Send as much of a message as one call takes, and remove that from its *pieces*.
 
-        A DeadlineError before ``until`` leaves them as they are: it may be tried again.
+        A DeadlineError before ``until`` leaves them unchanged: the caller may retry.
         """
         if self._is_encrypted:
             sent = self._guarded(self._link.send, pieces[0])
@@ -119,13 +119,13 @@ class FramedSocket:
             pieces[0] = pieces[0][sent:]
 
     def has_more(self) -> bool:
-        """Whether something came that is not received yet, or the other end hung up."""
+        """Return whether bytes wait to be received, or the other end closed the connection."""
         poll = select.poll()
         poll.register(self._link.fileno(), select.POLLIN)
         return bool(poll.poll(0))
 
     def drain(self, limit_bytes: int) -> None:
-        """Receive for nobody, up to *limit_bytes*, until the other end hangs up or is late."""
+        """Receive and discard up to *limit_bytes*, until the other end closes or is late."""
         room = memoryview(bytearray(STEP_BYTES))
         try:
             while limit_bytes > 0:
@@ -136,9 +136,9 @@ class FramedSocket:
     def receive(
         self, header_limit_bytes: int = bulk.MAX_HEADER_BYTES
     ) -> tuple[pb.StreamMessage, int]:
-        """Return the next message, and how long the payload is that is to be filled from.
+        """Return the next message, and the length of the payload to ``fill`` from.
 
-        Raises InvalidRequestError for what is no message.
+        Raises InvalidRequestError if it is no message.
         """
         self.fill(self._lengths)
         header_bytes, payload_bytes = bulk.unpack_lengths(self._lengths, header_limit_bytes)
@@ -149,8 +149,8 @@ class FramedSocket:
     def fill(self, out: Bytes | memoryview, digest: xxh3_64 | None = None) -> None:
         """Fill *out* with the next bytes, and add them to *digest* while they are in cache.
 
-        Steps are small then: the sender goes on while one is summed, and a core's own cache holds
-        it.
+        With a *digest*, steps are small enough for a core's cache, and the sender continues
+        during each sum.
         """
         left = out.data if isinstance(out, np.ndarray) else out
         while len(left):
@@ -161,7 +161,7 @@ class FramedSocket:
             left = left[got:]
 
     def _guarded(self, call: Callable[..., int], *terms: object) -> int:
-        """Return how many bytes *call* moved."""
+        """Return how many bytes *call* moved. Raises as every call does."""
         left_s = self._until - self.clock()
         if left_s < self._patience_s - _GRAIN_S:
             self.set_timeout(max(_LEAST_S, left_s), self._until)
@@ -178,7 +178,7 @@ class FramedSocket:
         return moved
 
     def hang_up(self) -> None:
-        """End both directions, whoever waits in a call of it; ``close`` is still due."""
+        """Shut down both directions, also under a waiting call; the caller still closes it."""
         hang_up(self._link)
 
     def close(self) -> None:
@@ -191,7 +191,7 @@ def connect_wire(
 ) -> FramedSocket:
     """Connect to *where*, tcp://host:port, by *deadline*; over TLS if there is a *certificate*.
 
-    That is in DER, and the only one trusted. Raises DeadlineError and TierUnavailableError.
+    It is in DER, and the only one trusted. Raises DeadlineError and TierUnavailableError.
     """
     try:
         url = urlsplit(where)
@@ -216,11 +216,11 @@ def connect_wire(
 _CERTIFICATE_NAME = "kvstore peer"
 _SINCE = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
 _UNTIL = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
-"""It ends with the process, whatever the clocks of hosts."""
+"""The certificate ends with the process; its dates must not depend on the hosts' clocks."""
 
 
 def make_tls() -> tuple[ssl.SSLContext, bytes]:
-    """Make a key and a certificate: what accepts connections with them, and the latter in DER."""
+    """Make a key and a certificate; return a server's context, and the certificate in DER."""
     from cryptography import x509
     from cryptography.hazmat.primitives import hashes, serialization
     from cryptography.hazmat.primitives.asymmetric import ec
@@ -237,7 +237,7 @@ def make_tls() -> tuple[ssl.SSLContext, bytes]:
     private = key.private_bytes(encodings.PEM, serialization.PrivateFormat.PKCS8, plain)
     context = _strict(ssl.PROTOCOL_TLS_SERVER)
     context.num_tickets = 0
-    # It takes keys out of files only.
+    # load_cert_chain reads keys from files only.
     with open(os.memfd_create("peer-tls"), "wb", buffering=0) as file:
         file.write(certificate.public_bytes(encodings.PEM) + private)
         context.load_cert_chain(f"/proc/self/fd/{file.fileno()}")
@@ -245,9 +245,9 @@ def make_tls() -> tuple[ssl.SSLContext, bytes]:
 
 
 def tls_to(certificate: bytes) -> ssl.SSLContext:
-    """Return what connects to the server with *certificate*, in DER, and to no other.
+    """Return a context that connects only to the server with *certificate*, in DER.
 
-    Raises ValueError for what is no certificate.
+    Raises ValueError if it is no certificate.
     """
     context = _strict(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False  # the certificate names no host: it alone is trusted

@@ -1,6 +1,6 @@
-"""What a Hugging Face config says of a model's KV: its layers and its rotary embedding.
+"""The Model of a Hugging Face config: its layers and its rotary embedding.
 
-Works on a config by its fields, without importing transformers.
+Reads the config's fields without importing transformers.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from kvstore.proto.errors import ModelError
 from kvstore.proto.types import DType, LayerGroup, LayerKind, Model, RopeParameters
 
 OWN_TOKENIZER = "of the weights"
-"""The tokenizer in the folder or commit of the weights, which their name covers."""
+"""The tokenizer is in the folder or commit of the weights, so their name covers it."""
 
 _KINDS = {
     "full_attention": LayerKind.attention,
@@ -21,23 +21,23 @@ _KINDS = {
     "sliding_attention": LayerKind.window,
 }
 _STATES = ("linear_attention", "mamba", "conv", "hybrid", "recurrent")
-"""Types of layers that keep a state, alone or beside their attention."""
+"""Layer types with a state, alone or beside their attention."""
 _NOTHING = ("mlp", "moe")
-"""Types of layers that keep nothing."""
+"""Layer types without a cache."""
 _UNKNOWN = (
     "is_encoder_decoder", "cross_attention_layers", "attention_chunk_size",
     "num_kv_shared_layers", "index_topk",
 )  # fmt: skip
 """Settings of models whose caches these fields do not describe."""
 
-# Their rotation depends on the length of the whole prompt, so a prefix has no keys of its own.
+# The rotation depends on the length of the whole prompt, so a prefix's keys cannot be reused.
 _LENGTH_DEPENDENT_ROPE = ("dynamic", "longrope")
 
 
 def rope_parameters(config: Any) -> RopeParameters:
-    """Return the rotation that *config* states. Raises ModelError for what it refuses.
+    """Return the rotation that *config* states. Raises ModelError for an unsupported one.
 
-    Where layers rotate differently it is one that no codec undoes, and still tells models apart.
+    If layers rotate differently, the result only distinguishes models: no codec can undo it.
     """
     stated = dict(getattr(config, "rope_parameters", None) or {})
     if not stated:
@@ -69,7 +69,7 @@ def _rotation(config: Any, stated: dict[str, Any]) -> RopeParameters:
 
 
 def head_dim(config: Any) -> int:
-    """Return the elements of an attention head."""
+    """Return the size of an attention head in elements."""
     stated = getattr(config, "head_dim", None)
     return int(stated or config.hidden_size // config.num_attention_heads)
 
@@ -77,10 +77,9 @@ def head_dim(config: Any) -> int:
 def model_of(config: Any, revision: str, dtype: str = "") -> Model:
     """Return the Model of *config*, whose layers keep K and V of all tokens or of a window.
 
-    Or one latent of MLA, as paged engines do: (1, tokens, kv_lora_rank + qk_rope_head_dim).
-    *revision* names the weights, and with them the tokenizer. *dtype* is that of the KV, that of
-    the weights unless given. Raises ModelError for what the config leaves out or does not tell,
-    such as the size of states.
+    MLA layers keep one latent, as in paged engines: (1, tokens, kv_lora_rank + qk_rope_head_dim).
+    *revision* names the weights and the tokenizer. *dtype* is the KV's, by default that of the
+    weights. Raises ModelError for what the config does not state, such as the size of states.
     """
     if isinstance(config, str | dict | PurePath):
         fix = "give what transformers' AutoConfig.from_pretrained returns"
@@ -120,7 +119,7 @@ def _groups(config: Any, dtype: DType) -> tuple[LayerGroup, ...]:
 
 
 def _layers_by_kind(config: Any) -> dict[LayerKind, list[int]]:
-    """Return the numbers of the layers by what they keep. Raises ModelError."""
+    """Return the layer numbers by kind. Raises ModelError."""
     try:
         layers = int(config.num_hidden_layers)
     except (AttributeError, TypeError) as error:
@@ -149,7 +148,7 @@ def _layers_by_kind(config: Any) -> dict[LayerKind, list[int]]:
 
 
 def _window(config: Any) -> int:
-    """Return the tokens that windows see; 0 where there are none."""
+    """Return the length of the attention window in tokens; 0 for none."""
     if getattr(config, "use_sliding_window", True) is False:
         return 0
     return int(getattr(config, "sliding_window", None) or 0)

@@ -1,4 +1,4 @@
-"""A table of keys: each has a row, a small number under which columns keep what belongs to it."""
+"""A table of keys: each key has a row number, which indexes the columns with its values."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from numpy.typing import NDArray
 from kvstore.proto.types import KEY_BYTES, ChunkKey
 
 NO_ROW = 0
-"""The row of no key."""
+"""Returned for a key without a row."""
 
 _KEY_WORDS = KEY_BYTES // 8
 _FIRST_SLOTS = 64
 _FIRST_ROWS = 64
 _FEW = 16
-"""Keys up to which Python is faster than numpy."""
+"""Up to this many keys Python is faster than numpy."""
 _TAG_BITS = 32
 _TAG_MASK = _ROW_MASK = (1 << _TAG_BITS) - 1
 
 
 class KeyTable:
-    """Rows by key. A row is kept while its key is here, and given to another key after that.
+    """Maps keys to rows. A row belongs to its key until the key is removed, then it is reused.
 
     A dictionary takes 140 bytes a key, this 50: keys lie in one array, and the hash table is an
-    array of (tag, row) with linear probing; the tag is 32 bits of Python's own hash of the key,
-    which strangers cannot foresee. The keys of a prompt are found at once: first in consecutive
+    array of (tag, row) with linear probing; the tag is 32 bits of Python's salted hash of the key,
+    which clients cannot predict. The keys of a prompt are found together: first in consecutive
     rows, as prompts are put, then by their hashes. Memory never shrinks. Not thread-safe.
     """
 
@@ -38,7 +38,7 @@ class KeyTable:
         self._count = 0
 
     def find(self, key: ChunkKey) -> int:
-        """Return the row of *key*; NO_ROW when it has none."""
+        """Return the row of *key*, or NO_ROW."""
         tag = hash(key) >> _TAG_BITS & _TAG_MASK
         slots = self._slots
         mask = len(slots) - 1
@@ -53,7 +53,7 @@ class KeyTable:
         return NO_ROW
 
     def add(self, key: ChunkKey) -> int:
-        """Return the row of *key*, a new one if it had none."""
+        """Return the row of *key*; assigns one if it has none."""
         row = self.find(key)
         if row:
             return row
@@ -77,7 +77,7 @@ class KeyTable:
         self._slots[at] = entry
 
     def _grow(self) -> None:
-        """Double the slots: each entry goes as near to where it belongs as those before it let."""
+        """Double the slots: each entry goes to the first free slot from its home on."""
         old = np.frombuffer(self._slots, np.uint64)
         size = 2 * len(old)
         entries = old[old > 0]
@@ -89,11 +89,11 @@ class KeyTable:
         self._slots = array("Q", [0]) * size
         fit = places < size
         np.frombuffer(self._slots, np.uint64)[places[fit]] = entries[fit]
-        for entry in entries[~fit].tolist():  # past the end: from the start on
+        for entry in entries[~fit].tolist():  # past the end: wrap around
             self._place(entry)
 
     def remove(self, row: int) -> None:
-        """Forget the key of *row*, which there must be."""
+        """Remove the key of *row*, which must have one."""
         slots = self._slots
         tag = hash(self.key(row)) >> _TAG_BITS & _TAG_MASK
         entry = tag << _TAG_BITS | row
@@ -101,7 +101,7 @@ class KeyTable:
         hole = tag & mask
         while slots[hole] != entry:
             hole = (hole + 1) & mask
-        # Entries after the hole move up to where their probing would look for them.
+        # Move entries after the hole back to where their probing finds them.
         at = (hole + 1) & mask
         while other := slots[at]:
             home = other >> _TAG_BITS & mask
@@ -115,20 +115,20 @@ class KeyTable:
         self._free.append(row)
 
     def key(self, row: int) -> ChunkKey:
-        """Return the key of *row*; zeros for a row that has none."""
+        """Return the key of *row*; zeros for a free row."""
         return ChunkKey(bytes(self._keys[row * KEY_BYTES : (row + 1) * KEY_BYTES]))
 
     def keys(self, rows: NDArray[np.intp]) -> NDArray[np.void]:
-        """Return the keys of *rows*, each a void of 32 bytes; zeros for rows that have none."""
+        """Return the keys of *rows*, each a void of 32 bytes; zeros for free rows."""
         return np.frombuffer(self._keys, f"V{KEY_BYTES}")[rows]
 
     def prefix(self, keys: Sequence[ChunkKey]) -> NDArray[np.intp]:
-        """Return the rows of *keys* up to the first that has none."""
+        """Return the rows of *keys* up to the first key without one."""
         rows = self.find_all(keys)
         return rows if rows.all() else rows[: int((rows != NO_ROW).argmin())]
 
     def find_all(self, keys: Sequence[ChunkKey]) -> NDArray[np.intp]:
-        """Return the row of each of *keys*, NO_ROW for those that have none."""
+        """Return the row of each of *keys*, or NO_ROW."""
         if len(keys) <= _FEW:
             return np.array([self.find(key) for key in keys], np.intp)
         wanted = b"".join(keys)
@@ -139,12 +139,12 @@ class KeyTable:
         rows = self._probe(keys)
         mine = np.frombuffer(self._keys, np.uint64).reshape(-1, _KEY_WORDS)[rows]
         is_other = (mine != np.frombuffer(wanted, np.uint64).reshape(-1, _KEY_WORDS)).any(axis=1)
-        for at in np.flatnonzero(is_other & (rows > 0)).tolist():  # two keys of one tag
+        for at in np.flatnonzero(is_other & (rows > 0)).tolist():  # two keys share a tag
             rows[at] = self.find(keys[at])
         return rows
 
     def _probe(self, keys: Sequence[ChunkKey]) -> NDArray[np.intp]:
-        """Return the first row of each key's tag, NO_ROW where there is none."""
+        """Return the first row with each key's tag, or NO_ROW."""
         codes = np.fromiter(map(hash, keys), np.int64, len(keys)).view(np.uint64)
         tags = codes >> np.uint64(_TAG_BITS)
         slots, mask = np.frombuffer(self._slots, np.uint64), len(self._slots) - 1
@@ -161,7 +161,7 @@ class KeyTable:
         return rows
 
     def rows_of(self, start: bytes) -> NDArray[np.intp]:
-        """Return the rows whose keys begin with *start*, in order; free rows have keys of zeros."""
+        """Return the rows whose keys begin with *start*, in order; a free row's key is zeros."""
         keys = np.frombuffer(self._keys, np.uint8).reshape(-1, KEY_BYTES)
         return np.flatnonzero((keys[:, : len(start)] == np.frombuffer(start, np.uint8)).all(axis=1))
 
@@ -170,5 +170,5 @@ class KeyTable:
 
 
 def spare_rows(rows: int) -> int:
-    """Return by how many rows to lengthen columns of *rows*: seldom, and never by much."""
+    """Return by how many rows to grow columns of *rows*: by a sixteenth, at least 64."""
     return max(_FIRST_ROWS, rows >> 4)

@@ -1,4 +1,4 @@
-"""How chunks get their names. docs/format.md specifies this with test vectors.
+"""The names of chunks. docs/format.md specifies them with test vectors.
 
 All integers are little-endian; every variable-length field is preceded by its length as
 uint32. Nothing here depends on the process: no builtin ``hash()``, no environment.
@@ -39,7 +39,7 @@ _FLAT = "give a flat sequence of integer token ids, one prompt at a time"
 _BYTES = "give a sequence of bytes, such as [b'salt']"
 
 _DIGEST = f"V{DIGEST_BYTES}"
-"""As numpy moves it, or a namespace: a prompt has hundreds of keys."""
+"""numpy's dtype of a digest or namespace; a prompt has hundreds of keys."""
 
 
 def _field(data: bytes) -> bytes:
@@ -68,15 +68,15 @@ def encode_representation(representation: Model) -> bytes:
 
 
 def representation_digest(representation: Model) -> bytes:
-    """Return the 16-byte digest of a Model without any tenant in it."""
+    """Return the 16-byte digest of a Model, independent of the tenant."""
     return blake3(encode_representation(representation)).digest(length=DIGEST_BYTES)
 
 
 def namespace(tenant_salt: bytes, representation: Model) -> Namespace:
     """Return blake3 of the Model, keyed by the tenant's salt.
 
-    Without the salt nobody can tell which tenant or model a key belongs to, nor name
-    another tenant's chunks.
+    Without the salt, a key does not reveal its tenant or model, and nobody can name another
+    tenant's chunks.
     """
     key = blake3(tenant_salt, derive_key_context=_SALT_CONTEXT).digest(length=32)
     body = encode_representation(representation)
@@ -84,7 +84,7 @@ def namespace(tenant_salt: bytes, representation: Model) -> Namespace:
 
 
 def chunk_key(space: Namespace, digest: ChainDigest) -> ChunkKey:
-    """Join a namespace and a chain digest to the 32 bytes that name a chunk everywhere."""
+    """Join a namespace and a chain digest to the 32-byte key of a chunk."""
     return ChunkKey(space + digest)
 
 
@@ -111,7 +111,7 @@ def chain_digest(
 
 
 def content_digest(token_bytes: bytes | memoryview, extra: Sequence[bytes] = ()) -> bytes:
-    """Name a chunk by its tokens alone: what blending looks chunks up by. 16 bytes."""
+    """Return the 16-byte digest of a chunk's tokens alone, by which blending finds chunks."""
     return _digest(_CONTENT, b"", token_bytes, extra)
 
 
@@ -127,7 +127,7 @@ def _digest(
 
 
 def check_chunk_tokens(chunk_tokens: int) -> None:
-    """Raise InvalidRequestError for a chunk size that cannot be."""
+    """Raise InvalidRequestError for an invalid chunk size."""
     fix = f"use {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS}"
     if not isinstance(chunk_tokens, Integral):
         raise InvalidRequestError("chunk_tokens", chunk_tokens, f"{fix}, a whole number")
@@ -180,7 +180,7 @@ def _digests(packed: bytes, limit: int) -> NDArray[np.void]:
 
 
 def keys_of_digests(packed: bytes, space: Namespace, limit: int) -> list[ChunkKey]:
-    """Unpack at most *limit* digests into the keys they are in *space*.
+    """Unpack at most *limit* digests into keys of the namespace *space*.
 
     Raises InvalidRequestError as ``split_digests`` does.
     """
@@ -191,15 +191,15 @@ def keys_of_digests(packed: bytes, space: Namespace, limit: int) -> list[ChunkKe
 
 
 def page_hash(before: bytes, token_bytes: bytes | memoryview) -> bytes:
-    """Return SGLang's hash of a page of tokens, 32 bytes, of which the first 16 name a chunk.
+    """Return SGLang's 32-byte hash of a page of tokens; its first 16 bytes name a chunk.
 
-    *before*: that of the page before, nothing for the first of a prompt.
+    *before*: the hash of the previous page, empty for the first of a prompt.
     """
     return hashlib.sha256(before + bytes(token_bytes)).digest()
 
 
 def page_digests(tokens: Sequence[int], chunk_tokens: int) -> list[ChainDigest]:
-    """Return what ``keys.chain_digests`` does, as SGLang names pages of so many tokens."""
+    """Return the digests of a prompt's chunks as SGLang names pages of *chunk_tokens* tokens."""
     digests, page, data = [], b"", tokens_le32(tokens)
     for start, stop in chunk_spans(len(data) // 4, chunk_tokens):
         page = page_hash(page, data[4 * start : 4 * stop])

@@ -200,7 +200,7 @@ class KVStoreServicer(object):
     """Missing associated documentation comment in .proto file."""
 
     def OpenSession(self, request, context):
-        """Sessions. A session belongs to one engine process; its end releases all it owns.
+        """Sessions. A session belongs to one engine process; closing it releases all it owns.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -219,7 +219,7 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def OpenPeer(self, request, context):
-        """another server's, which may only read
+        """for another server: read-only
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -245,14 +245,14 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def LendPeer(self, request, context):
-        """leave to read from another server
+        """access to read from another server
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
     def Resolve(self, request, context):
-        """Blending: KV of the same tokens behind others, of which a part is recomputed.
+        """Blending: KV of the same tokens from another prompt, partly recomputed.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -266,7 +266,7 @@ class KVStoreServicer(object):
 
     def Put(self, request_iterator, context):
         """Writing: Put streams frames; Reserve, Commit and Abort put through shared memory, PutDevice
-        out of memory of the device that the gpu tier is on.
+        from memory of the gpu tier's device.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -309,7 +309,7 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Pin(self, request, context):
-        """Keeping and forgetting.
+        """Pinning and deleting.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -334,7 +334,7 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def Stat(self, request, context):
-        """Looking.
+        """Inspection and administration.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -359,7 +359,7 @@ class KVStoreServicer(object):
         raise NotImplementedError('Method not implemented!')
 
     def SetQuota(self, request, context):
-        """until the restart
+        """until restart
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -1,4 +1,4 @@
-"""Between values and the protobuf messages that carry them, and index rows of tiers."""
+"""Conversion between values and their protobuf messages, and the index rows of tiers."""
 
 from __future__ import annotations
 
@@ -50,16 +50,16 @@ FEATURE_SHARED_MEMORY = 1
 FEATURE_DURABLE_PUT = 2
 
 MESSAGE_BYTES = 1 << 20
-"""Payload of one streamed message: larger ones are slower in every gRPC we measured."""
+"""Payload of one streamed message; larger ones were slower in every gRPC measured."""
 
 MAX_EXPLAINED = 1024
-"""Chunks that a server explains in one request: one reply has room for all."""
+"""Chunks that a server explains in one request; they fit one reply."""
 
 REFUSED = "refused: "
-"""How the names of an engine's counters begin that tell why it runs without its store."""
+"""Prefix of an engine's counters whose names state why it runs without the store."""
 
 ERROR_NAME = "kvstore-error"
-"""Trailing metadata with the error's class: gRPC itself also sends RESOURCE_EXHAUSTED."""
+"""Trailing metadata with the error's class, as gRPC itself also sends RESOURCE_EXHAUSTED."""
 
 _INFO = struct.Struct("<BBHQd32s16s")
 _INFO_VERSION = 1
@@ -70,14 +70,14 @@ _ACCURACIES = (Accuracy.exact, Accuracy.bounded, Accuracy.exact, Accuracy.approx
 _NAMES = {
     "open": "is_open", "calibrated": "is_calibrated", "shadow": "is_shadow", "exact": "is_exact",
 }  # fmt: skip
-"""Flags and numbers of messages that values have under another name."""
+"""Message fields whose attribute has another name."""
 
 
 def as_message(kind: type[M], value: object, /, **others: Any) -> M:
-    """Return the message of *kind* with what *value* has under its fields' names, and *others*.
+    """Return a message of *kind* whose fields are *value*'s attributes by name, and *others*.
 
-    Values within become messages as well. A function among *others* is for those, too, and gets
-    the value whose field it is.
+    Nested values become messages too. A function among *others* also applies to nested values, and
+    computes the field from the value that has it.
     """
     return kind(**_fields(kind.DESCRIPTOR, value, others))
 
@@ -104,7 +104,7 @@ def _fields(descriptor: Any, value: object, others: dict[str, Any]) -> dict[str,
 
 @lru_cache(maxsize=64)
 def _rows(descriptor: Any) -> list[tuple[str, str, Any]]:
-    """Return of each field its name, a value's name for it, and of what messages it is, if any."""
+    """Return each field's name, its attribute's name, and its message type, if any."""
     return [
         (f.name, f.name if f.message_type else _NAMES.get(f.name, f.name), f.message_type)
         for f in descriptor.fields
@@ -112,10 +112,10 @@ def _rows(descriptor: Any) -> list[tuple[str, str, Any]]:
 
 
 def as_value(kind: type[V], message: Message, /, **others: Any) -> V:
-    """Return the dataclass *kind* of what *message* has under its fields' names, and *others*.
+    """Return the dataclass *kind* from the fields of *message*, and *others*.
 
-    Messages within become values as well. Raises what their constructors do, and ValueError for a
-    number that an enumeration does not have.
+    Nested messages become values too. Raises what their constructors raise, and ValueError for a
+    number that is no member of its enumeration.
     """
     for name, attribute, convert in _converters(cast("Any", kind), message.DESCRIPTOR):
         if attribute not in others:
@@ -132,7 +132,7 @@ def _converters(kind: Any, descriptor: Any) -> list[tuple[str, str, Callable[[An
 
 
 def _converter(hint: Any) -> Callable[[Any], Any] | None:
-    """Return what makes a field's value one of type *hint*; None: it is one."""
+    """Return the function from a field's value to type *hint*; None: no conversion."""
     if get_origin(hint) is tuple:
         each, *rest = get_args(hint)
         one = _converter(each)
@@ -159,9 +159,9 @@ def _known(error: type[InvalidRequestError | ModelError], field: str) -> Iterato
 
 
 def pack_info(info: ChunkInfo, components: bytes | None = None) -> bytes:
-    """Return *info* as an index row: what tiers keep beside a frame (docs/format.md).
+    """Return *info* as an index row, which tiers store with a frame (docs/format.md).
 
-    *components* is its layout's table, where the caller has it.
+    *components* is its layout's component table, if the caller has it.
     """
     fixed = _INFO.pack(
         _INFO_VERSION, info.accuracy, info.codec_id, info.size_bytes, info.prefill_flops,
@@ -171,7 +171,7 @@ def pack_info(info: ChunkInfo, components: bytes | None = None) -> bytes:
 
 
 def unpack_info(row: bytes) -> ChunkInfo:
-    """Parse an index row. Raises InvalidFrameError, also for versions from the future."""
+    """Parse an index row. Raises InvalidFrameError, also for newer versions."""
     if len(row) < _INFO.size:
         raise InvalidFrameError("row", len(row), f"an index row has at least {_INFO.size} bytes")
     version, accuracy, codec_id, size_bytes, flops, key, parent = _INFO.unpack_from(row)
@@ -187,9 +187,9 @@ def unpack_info(row: bytes) -> ChunkInfo:
 
 
 def accuracy_number(least: Accuracy) -> int:
-    """Return how requests state a minimum accuracy; one that states none means exact.
+    """Return the wire number of a minimum accuracy; 0, the default, means exact.
 
-    Raises InvalidRequestError for what is no Accuracy.
+    Raises InvalidRequestError if *least* is no Accuracy.
     """
     if least not in _ACCURACIES:
         raise InvalidRequestError("accuracy", least, "give an Accuracy")
@@ -197,7 +197,7 @@ def accuracy_number(least: Accuracy) -> int:
 
 
 def accuracy_of(number: int) -> Accuracy:
-    """Return the minimum accuracy that a request states. Raises InvalidRequestError."""
+    """Return the minimum accuracy of a wire number. Raises InvalidRequestError."""
     if not 0 <= number < len(_ACCURACIES):
         raise InvalidRequestError("min_accuracy", number, "use 0 to 3")
     return _ACCURACIES[number]
@@ -207,7 +207,7 @@ def representation_from_message(message: pb.Representation) -> Model:
     """Return the checked Model. Raises ModelError naming the field."""
     if not message.HasField("rope"):
         raise ModelError("rope", None, "give the rope parameters, or scaling='none'")
-    # Here too, before a value is made of each of them.
+    # Checked here too, before values are built from them.
     check_count("rope.factors", len(message.rope.factors), MAX_ROPE_FACTORS)
     check_count("layer_groups", len(message.layer_groups), MAX_LAYER_GROUPS)
     for group in message.layer_groups:
@@ -218,7 +218,7 @@ def representation_from_message(message: pb.Representation) -> Model:
 
 @lru_cache(maxsize=64)
 def hints_to_message(hints: Hints) -> pb.Hints | None:
-    """Return the protobuf form of *hints*, not to be changed; None where there are none."""
+    """Return *hints* as a shared, read-only message; None if there are none."""
     if hints == NO_HINTS:
         return None
     return as_message(pb.Hints, hints)
@@ -231,7 +231,7 @@ def hints_from_message(message: pb.Hints) -> Hints:
 
 @lru_cache(maxsize=64)
 def layout_to_message(layout: KVLayout | ChunkShard) -> pb.Layout:
-    """Return the protobuf form of *layout*, or of a shard of a chunk; not to be changed."""
+    """Return *layout*, or a shard of a chunk, as a shared, read-only message."""
     if not isinstance(layout, ChunkShard):
         return as_message(pb.Layout, layout)
     extents = [as_message(pb.Extent, extent) for extent in layout.extents]
@@ -239,7 +239,7 @@ def layout_to_message(layout: KVLayout | ChunkShard) -> pb.Layout:
 
 
 def layout_from_message(message: pb.Layout) -> tuple[KVLayout, ChunkShard | None]:
-    """Return the checked layout of the chunk, and which shard *message* is of; None: all of it.
+    """Return the checked layout of the chunk, and the shard; None: the whole chunk.
 
     Raises InvalidRequestError or LayoutMismatchError.
     """
@@ -256,14 +256,14 @@ def layout_from_message(message: pb.Layout) -> tuple[KVLayout, ChunkShard | None
 
 
 def engine_to_message(engine: EngineTerms | None) -> pb.Prefill | None:
-    """Return the protobuf form of *engine*."""
+    """Return *engine* as a message."""
     if engine is None:
         return None
     return as_message(pb.Prefill, engine.prefill, tokens=engine.prompt_tokens)
 
 
 def engine_from_message(request: pb.LookupRequest | pb.ResolveRequest) -> EngineTerms | None:
-    """Return the engine's speed, if the request has it. Raises InvalidRequestError."""
+    """Return the engine's speed, if the request states it. Raises InvalidRequestError."""
     if not request.HasField("prefill"):
         return None
     return EngineTerms(as_value(PrefillModel, request.prefill), request.prefill.tokens)

@@ -1,4 +1,4 @@
-"""Plans and hints: which of a prompt's chunks to load, and what engines say of chunks."""
+"""Plans and hints: which of a prompt's chunks to load, and engines' hints about chunks."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from kvstore.proto.errors import InvalidRequestError, check_text
 
 @dataclass(frozen=True, slots=True)
 class PrefillModel:
-    """Seconds for *tokens* behind *context* tokens: a + b tokens + c tokens context.
+    """Prefill time of t tokens after a context of c: start_s + token_s t + pair_s t c.
 
-    The linear term is that of the weights, the other that of attention. Fit it to the engine's
-    own telemetry. Raises InvalidRequestError for what is negative or no number.
+    The linear term is the cost of the weights, the product that of attention. Fit it to the
+    engine's telemetry. Raises InvalidRequestError for a negative or non-finite number.
     """
 
     start_s: float
@@ -28,7 +28,7 @@ class PrefillModel:
                 raise InvalidRequestError(field, getattr(self, field), "finite, not negative")
 
     def seconds(self, tokens: int, context: int) -> float:
-        """Return what *tokens* behind *context* others take; nothing for none."""
+        """Return the time of *tokens* after *context* tokens; 0 for no tokens."""
         if not tokens:
             return 0.0
         return self.start_s + self.token_s * tokens + self.pair_s * tokens * context
@@ -36,9 +36,9 @@ class PrefillModel:
 
 @dataclass(frozen=True, slots=True)
 class PlanRange:
-    """Chunks *first* to *stop*, the last not included: to load, or else to recompute.
+    """Chunks *first* to *stop*, exclusive: to load, or else to recompute.
 
-    ``ms`` is what that takes by itself; ranges of both kinds overlap in time.
+    ``ms`` is the time of this range alone; ranges of both kinds overlap in time.
     """
 
     first: int
@@ -51,10 +51,10 @@ class PlanRange:
 class LoadPlan:
     """Which chunks of a prompt to load and which to recompute, in order and without gaps.
 
-    ``plan_ms`` is from now until all of the prompt's KV is there, the tokens behind its last
-    chunk included, when loads run in order from the start and the engine computes each range as
-    soon as what comes before it is there. ``recompute_ms`` is the same without this service:
-    ``plan_ms`` is never more. Both are estimates; for a deadline give the plan's chunks to
+    ``plan_ms`` is the time until all of the prompt's KV is present, including the tokens after its
+    last chunk, when loads run in order from the start and the engine computes each range as soon
+    as everything before it is present. ``recompute_ms`` is the time without the store; ``plan_ms``
+    is never more. Both are estimates; for a deadline give the plan's chunks to
     ``kvstore.client.planning``.
     """
 
@@ -64,15 +64,15 @@ class LoadPlan:
 
     @property
     def loaded(self) -> Sequence[int]:
-        """The places of the chunks to load, ascending."""
+        """Indexes of the chunks to load, ascending."""
         return [at for one in self.ranges if one.load for at in range(one.first, one.stop)]
 
 
 @dataclass(frozen=True, slots=True)
 class EngineTerms:
-    """What an engine sends with a lookup to get a plan: its speed and how long the prompt is.
+    """Sent by an engine with a lookup to get a plan: its speed and the prompt's length.
 
-    ``prompt_tokens`` counts those behind the last chunk, too; 0: as many as the chunks have.
+    ``prompt_tokens`` includes those after the last chunk; 0: as many as the chunks have.
     Raises InvalidRequestError.
     """
 
@@ -86,7 +86,7 @@ class EngineTerms:
 
 MAX_PRIORITY = 100
 NO_PRIORITY = 50
-"""Of chunks without a priority."""
+"""Priority of chunks without one."""
 MAX_CATEGORY_CHARS = 64
 MAX_HINT_MS = (1 << 32) - 1
 MAX_PROMPT_TOKENS = (1 << 32) - 1
@@ -94,7 +94,7 @@ MAX_HANDOVER_MS = 600_000
 
 
 class Reuse(IntEnum):
-    """Whether the chunks will be requested again, as far as the engine knows."""
+    """The engine's estimate of whether the chunks will be requested again."""
 
     unknown = 0
     discard = 1
@@ -103,15 +103,15 @@ class Reuse(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class Hints:
-    """An engine's hints about chunks; wrong ones cost its own hit rate alone.
+    """An engine's hints about chunks; wrong ones only cost its own hit ratio.
 
     ``reuse``: whether they will be requested again; its weight is learned.
-    ``priority``: 1 to 100, of two chunks about to go the lower goes first; 0: none, as 50.
-    ``ttl_ms``: forgotten after this; 0: never. ``pin_ms``: not evicted for this long, within the
-    server's limit of pins; 0: not pinned. ``category``: what kind of prompt this is, at most 64
-    printable characters. ``prompt_tokens``: those of the whole prompt; 0: unknown.
-    ``handover_ms``: another engine is about to read them: not evicted until they were read once,
-    for so long at most, within the limit of pins; 0: not handed over.
+    ``priority``: 1 to 100, the lower is evicted first; 0: none, as 50.
+    ``ttl_ms``: time to live; 0: unlimited. ``pin_ms``: not evicted for this long, within the
+    server's limit of pins; 0: not pinned. ``category``: the kind of prompt, at most 64 printable
+    characters. ``prompt_tokens``: length of the whole prompt; 0: unknown. ``handover_ms``: another
+    engine is about to read them: not evicted until read once, at most this long, within the limit
+    of pins; 0: no hand-over.
 
     Raises InvalidRequestError.
     """

@@ -1,4 +1,4 @@
-"""SkippedRows: token rows that a reader does not want of some chunks, as they travel."""
+"""SkippedRows: the token rows of chunks that a reader does not need, and their wire format."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import MAX_CHUNK_TOKENS
 
 RUN = np.dtype([("chunk", "<u4"), ("start", "<u4"), ("stop", "<u4")])
-"""Rows start to stop, the last not included, of chunk number so and so of a request."""
+"""Rows start to stop, exclusive, of the request's chunk of that index."""
 
 MAX_RUNS = 1 << 14
-"""Of one request: 192 KiB."""
+"""Runs of one request: 192 KiB."""
 
 Rows = NDArray[np.intp]
-"""Token rows of a chunk, rising: (rows)."""
+"""Token rows of a chunk, ascending: (rows)."""
 
 
 class SkippedRows:
-    """Runs of rows by chunk, in order and apart. Rows past a chunk's end mean nothing.
+    """Runs of rows by chunk, ascending, with gaps between. Rows past a chunk's end are ignored.
 
     Raises InvalidRequestError for runs that are empty, touch or overlap, or too many.
     """
@@ -41,7 +41,7 @@ class SkippedRows:
 
     @classmethod
     def of(cls, rows: Mapping[int, Sequence[int]]) -> SkippedRows:
-        """Return the runs of *rows*, rising, by chunk; of too many the longest are kept."""
+        """Return the runs of *rows*, ascending, by chunk; keeps the longest of too many."""
         found = [np.empty(0, RUN)]
         for chunk in sorted(rows):
             places = np.asarray(rows[chunk], np.int64)
@@ -61,7 +61,7 @@ class SkippedRows:
 
     @classmethod
     def unpack(cls, data: bytes, chunks: int) -> SkippedRows | None:
-        """Parse what ``pack`` made for a request of so many chunks; None for nothing.
+        """Parse the result of ``pack`` for a request of *chunks* chunks; None if it is empty.
 
         Raises InvalidRequestError.
         """
@@ -80,7 +80,7 @@ class SkippedRows:
         return self._runs.tobytes()
 
     def kept(self, chunk: int, tokens: int) -> Rows | None:
-        """Return the rows that are wanted of a chunk of *tokens*; None: all of them."""
+        """Return the rows to read of a chunk of *tokens*; None: all of them."""
         first, last = np.searchsorted(self._chunks, (chunk, chunk + 1))
         wanted = np.ones(tokens, np.bool_)
         for run in self._runs[first:last]:

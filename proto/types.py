@@ -20,7 +20,7 @@ ChainDigest = NewType("ChainDigest", bytes)
 """16 bytes: names a chunk by its tokens and everything before them. See ``keys.chain_digests``."""
 
 ChunkKey = NewType("ChunkKey", bytes)
-"""32 bytes: namespace, then chain digest. The LMDB key as it stands, the Redis key in hex."""
+"""32 bytes: namespace, then chain digest. LMDB's key in binary, Redis's in hex."""
 
 DIGEST_BYTES = 16
 KEY_BYTES = 32
@@ -33,19 +33,19 @@ MIN_CHUNK_TOKENS = 16
 MAX_CHUNK_TOKENS = 8192
 
 MAX_IDENTITY_CHARS = 256
-"""Of each text in a Model."""
+"""Length of each text in a Model."""
 MAX_LAYERS = 512
 MAX_LAYER_GROUPS = 32
 MAX_ROPE_FACTORS = 32
 MAX_FACTOR_CHARS = 64
-"""Of the name of one."""
+"""Length of a factor's name."""
 
 _LAYER_IDS = tuple(range(MAX_LAYERS))
-"""Shared by all Representations: a server keeps a thousand of them."""
+"""Integers shared by all Models: a server keeps a thousand of them."""
 
 
 class DType(IntEnum):
-    """Element types, by the number they carry in frames. Names are torch's."""
+    """Element types by their number in frames. Names are torch's."""
 
     item_bytes: int
     """Bytes of one element."""
@@ -59,7 +59,7 @@ class DType(IntEnum):
     int8 = 6, 1
 
     def __new__(cls, number: int, item_bytes: int = 0) -> DType:
-        """Make the member of *number*."""
+        """Return the member of *number*."""
         member = int.__new__(cls, number)
         member._value_ = number
         member.item_bytes = item_bytes
@@ -76,7 +76,7 @@ class DType(IntEnum):
 
 
 class LayerKind(IntEnum):
-    """What a layer keeps per request, by the number it carries in frames."""
+    """What a layer keeps per request, by its number in frames."""
 
     attention = 0
     mla = 1
@@ -85,11 +85,11 @@ class LayerKind(IntEnum):
 
 
 END_KINDS = (LayerKind.window, LayerKind.state)
-"""Kinds whose memory of a prefix is of use at its end only; a chunk may be without them."""
+"""Kinds whose cache is useful only at the end of a prefix; a chunk may lack them."""
 
 
 class Accuracy(IntEnum):
-    """How far a copy may be from what was put. Belongs to the copy, never to the key."""
+    """How far a copy may be from the original. Belongs to the copy, never to the key."""
 
     approximate = 0
     bounded = 1
@@ -97,8 +97,7 @@ class Accuracy(IntEnum):
 
 
 class Stated(NamedTuple):
-    """A copy's own statement: how far it may be from what was put, and, without a bound, by which
-    codec it is lossy; else 0."""
+    """A copy's stated accuracy; ``codec_id`` is its lossy codec if it is approximate, else 0."""
 
     accuracy: Accuracy
     codec_id: int = 0
@@ -177,7 +176,7 @@ class Model:
 
     ``model_revision`` is a commit or a digest of the weights, never a branch.
     ``adapter_digest`` is the LoRA's digest, or ``none``. ``quantization`` is the KV
-    quantisation, or ``none``. Parallel extents (TP, PP) and chunk size are not identity.
+    quantisation, or ``none``. Parallelism (TP, PP) and chunk size are not part of the identity.
     """
 
     model_id: str
@@ -193,10 +192,10 @@ class Model:
     def uniform(
         cls, name: str, revision: str, *, layers: int, kv_heads: int, head_dim: int, dtype: str
     ) -> Model:
-        """Return a model all of whose layers keep K and V of every token.
+        """Return a model whose layers all keep K and V of every token.
 
-        *revision* names the weights and, as it has to cover the rest, tokenizer and rotation.
-        *dtype* is what torch calls it. Raises ModelError.
+        *revision* names the weights, and must also cover tokenizer and rotation. *dtype* is
+        torch's name. Raises ModelError.
         """
         group = LayerGroup(
             LayerKind.attention, DType.parse(dtype), tuple(range(layers)), kv_heads, head_dim
@@ -206,10 +205,10 @@ class Model:
 
     @classmethod
     def from_hf(cls, config: Any, *, revision: str, dtype: str = "") -> Model:
-        """Return the model of a Hugging Face *config*, as ``AutoConfig.from_pretrained`` has it.
+        """Return the model of a Hugging Face *config*, from ``AutoConfig.from_pretrained``.
 
-        *revision* names the weights, as in ``uniform``. *dtype* is that of the KV, that of the
-        weights unless given. Raises ModelError for a config that does not tell what is kept.
+        *revision* names the weights, as in ``uniform``. *dtype* is the KV's, by default that of
+        the weights. Raises ModelError for a config that does not determine the KV's layout.
         """
         from kvstore.proto.hf_config import model_of
 
@@ -254,7 +253,7 @@ _NO_REVISIONS = frozenset(
         *("unknown", "todo", "tbd", "xxx"),
     }
 )
-"""Names of branches, and what examples have in a revision's place."""
+"""Names of branches, and placeholders from examples."""
 _WORD_ENDS = re.compile(r"^[^a-z0-9]+|[^a-z0-9]+$")
 
 
@@ -262,8 +261,8 @@ _WORD_ENDS = re.compile(r"^[^a-z0-9]+|[^a-z0-9]+$")
 class Component:
     """One layer group of one chunk. A layer's tensors: parts x (kv_heads, tokens, head_dim).
 
-    A window keeps the last ``tokens`` of the chunk's ``chunk_tokens``, a state is one row of the
-    chunk's end. ``chunk_tokens`` is 0 where all of the chunk's tokens are kept.
+    A window keeps the last ``tokens`` of the chunk's ``chunk_tokens``, a state one row at the
+    chunk's end. ``chunk_tokens`` is 0 when all tokens of the chunk are kept.
     """
 
     kind: LayerKind
@@ -284,7 +283,7 @@ class Component:
             fix = f"no less than the {self.tokens} that are kept"
             raise LayoutMismatchError("chunk_tokens", self.chunk_tokens, fix)
         if self.chunk_tokens == self.tokens:
-            object.__setattr__(self, "chunk_tokens", 0)  # one form of it
+            object.__setattr__(self, "chunk_tokens", 0)  # the canonical form
         elif self.kind not in END_KINDS:
             fix = f"{self.kind.name} layers keep every token of a chunk"
             raise LayoutMismatchError("chunk_tokens", self.chunk_tokens, fix)
@@ -296,7 +295,7 @@ class Component:
 
     @cached_property
     def first_token(self) -> int:
-        """The place in the chunk of the first token that is kept."""
+        """Index in the chunk of the first token that is kept."""
         return self.chunk_tokens - self.tokens if self.chunk_tokens else 0
 
     @cached_property
@@ -330,22 +329,22 @@ class KVLayout:
 
     @cached_property
     def _hash(self) -> int:
-        return hash(self.components)  # what is known of a layout is looked up by it, chunk by chunk
+        return hash(self.components)  # cached: caches look layouts up for every chunk
 
     @classmethod
     def of(
         cls, representation: Model, tokens: int, *, window: bool = True, state: bool = True
     ) -> KVLayout:
-        """Return the layout of a chunk of *tokens* tokens, with or without what is of its end.
+        """Return the layout of a chunk of *tokens* tokens.
 
-        *window*: it has the last tokens for window layers, which keep w - 1 tokens for the next
-        one to see. *state*: it is a checkpoint, and has the states after its last token. Raises
+        *window*: it has the window layers' last w - 1 tokens, which the next token attends to.
+        *state*: it is a checkpoint with the states after its last token. Raises
         LayoutMismatchError.
         """
         return _layout_of(representation, tokens, window, state)
 
     def is_of(self, representation: Model) -> bool:
-        """Whether it is the layout of a chunk of *representation*."""
+        """Return whether it is the layout of a chunk of *representation*."""
         window, state = self.has(LayerKind.window), self.has(LayerKind.state)
         try:
             return self == KVLayout.of(representation, self.tokens, window=window, state=state)
@@ -353,7 +352,7 @@ class KVLayout:
             return False
 
     def has(self, kind: LayerKind) -> bool:
-        """Whether there is a component of *kind*."""
+        """Return whether there is a component of *kind*."""
         return any(component.kind is kind for component in self.components)
 
     @cached_property
@@ -374,7 +373,7 @@ class KVLayout:
 
 @lru_cache(maxsize=256)
 def _layout_of(model: Model, tokens: int, window: bool, state: bool) -> KVLayout:
-    """Return the one layout of such chunks: what is derived of it is computed once."""
+    """Return the shared layout of such chunks, so that its derived values are computed once."""
     if not MIN_CHUNK_TOKENS <= tokens <= MAX_CHUNK_TOKENS:
         fix = f"a chunk has {MIN_CHUNK_TOKENS} to {MAX_CHUNK_TOKENS} tokens"
         raise LayoutMismatchError("tokens", tokens, fix)
@@ -391,14 +390,14 @@ def _component(group: LayerGroup, tokens: int) -> Component:
     layers, heads, dim = len(group.layer_ids), group.kv_heads, group.head_dim
     if group.kind not in END_KINDS:
         return Component(group.kind, group.dtype, layers, heads, dim, tokens)
-    # Of a chunk's last tokens those that a layer needs when it ends.
+    # The tokens that a layer needs to continue after the chunk.
     kept = min(tokens, max(1, group.window_tokens - 1))
     return Component(group.kind, group.dtype, layers, heads, dim, kept, tokens)
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkInfo:
-    """What is known of a chunk without its bytes. ``size_bytes`` is that of its stored frame."""
+    """Metadata of a stored chunk. ``size_bytes`` is the size of its frame."""
 
     key: ChunkKey
     parent: ChainDigest
@@ -427,12 +426,12 @@ class ChunkInfo:
 class Match:
     """Answer to a lookup: the longest prefix that can be read; a miss is a Match of 0.
 
-    ``sources`` has a byte for each ready chunk: which of ``tier_names`` is its fastest holder;
-    ``loads`` four, little-endian: the estimated microseconds until it is in reach. A prompt has
-    hundreds of chunks, so they stay packed until ``tiers`` or ``load_us`` is read.
-    ``pending`` counts chunks being written right behind the ready ones. ``lease_id`` is 0 when
-    no lease was asked for or nothing is ready; a long prompt has ``more_leases``, in order, as
-    one covers no more than a request can ask for.
+    ``sources`` has a byte for each ready chunk: the index in ``tier_names`` of its fastest tier;
+    ``loads`` four, little-endian: the estimated load time in microseconds. A prompt has hundreds
+    of chunks, so they stay packed until ``tiers`` or ``load_us`` is read. ``pending`` counts
+    chunks being written directly after the ready ones. ``lease_id`` is 0 when no lease was
+    requested or nothing is ready; a long prompt needs several requests and has ``more_leases``,
+    in order.
     """
 
     ready: int
@@ -445,9 +444,9 @@ class Match:
     lease_ttl_ms: int = 0
     more_leases: tuple[int, ...] = ()
     plan: LoadPlan | None = None
-    """What to load and what to recompute, where the lookup had the engine's speed."""
+    """Which chunks to load and to recompute, if the lookup had the engine's speed."""
     shared: int = 0
-    """For models with windows or states: chunks that are known, if not to be continued from."""
+    """For models with windows or states: known chunks, including those without a checkpoint."""
 
     @property
     def leases(self) -> tuple[int, ...]:
@@ -456,27 +455,27 @@ class Match:
 
     @property
     def tiers(self) -> tuple[str, ...]:
-        """The fastest holder of each ready chunk."""
+        """The fastest tier of each ready chunk."""
         return tuple(map(self.tier_names.__getitem__, self.sources))
 
     @property
     def load_us(self) -> tuple[int, ...]:
-        """The estimated time until each ready chunk is in reach, in microseconds."""
+        """The estimated load time of each ready chunk in microseconds."""
         return struct.unpack(f"<{len(self.loads) // 4}I", self.loads)
 
 
 class PutOutcome(IntEnum):
-    """What became of one chunk of a put. None of these is an error."""
+    """The outcome of one chunk of a put. None of these is an error."""
 
     stored = 0
     exists = 1
     refused = 2
     pending = 3
-    """A shard is there; the chunk is once its other shards are."""
+    """This shard is stored; the chunk is complete once its other shards are."""
 
 
 class Extent(NamedTuple):
-    """Layers and KV heads of one component; each stop is the number after the last one."""
+    """Layers and KV heads of one component; stops are exclusive."""
 
     first_layer: int
     layer_stop: int
@@ -490,21 +489,21 @@ class Extent(NamedTuple):
 
     @property
     def layers(self) -> int:
-        """How many layers."""
+        """Number of layers."""
         return self.layer_stop - self.first_layer
 
     @property
     def heads(self) -> int:
-        """How many KV heads."""
+        """Number of KV heads."""
         return self.head_stop - self.first_head
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkShard:
-    """The extents that a frame covers of the chunk of layout ``whole``, one for each component.
+    """The extents of a chunk of layout ``whole`` that a frame covers, one for each component.
 
     None: nothing of that component, as for a pipeline stage without layers of a group. Raises
-    LayoutMismatchError when an extent is empty or reaches outside its component, or all are None.
+    LayoutMismatchError when an extent is empty or exceeds its component, or all are None.
     """
 
     whole: KVLayout
@@ -525,33 +524,33 @@ class ChunkShard:
 
     @property
     def is_whole(self) -> bool:
-        """Whether it covers everything."""
+        """Whether it covers the whole chunk."""
         return self.extents == tuple(map(Extent.whole, self.whole.components))
 
     @property
     def layout(self) -> KVLayout:
-        """What is covered, as a layout of its own: components that are left out are not there."""
+        """The covered part as a layout, without the components that are not covered."""
         pairs = [(self.whole.components[at], extent) for at, extent in self.numbered]
         return KVLayout(tuple(replace(c, layers=e.layers, kv_heads=e.heads) for c, e in pairs))
 
     @property
     def numbered(self) -> list[tuple[int, Extent]]:
-        """The extents that are there, each with the number of its component."""
+        """The covered extents, each with the number of its component."""
         return [(at, extent) for at, extent in enumerate(self.extents) if extent is not None]
 
 
 @lru_cache(maxsize=64)
 def layer_order(representation: Model) -> tuple[tuple[int, int], ...]:
-    """Return the layers by the model's numbers, each with the number of its segment in a frame.
+    """Return the model's layer numbers in order, each with its segment number in a frame.
 
-    Segments lie group by group, and groups may alternate.
+    Segments lie group by group, and the layers of groups may interleave.
     """
     ids = [layer for group in representation.layer_groups for layer in group.layer_ids]
     return tuple(sorted((layer, segment) for segment, layer in enumerate(ids)))
 
 
 POLICIES = ("lru", "marconi", "hit_density", "discard_hint", "learned")
-"""The names of the eviction policies; server/eviction/policy.py says where each is."""
+"""Names of the eviction policies; server/eviction/policy.py maps them to modules."""
 
 REPLACED_POLICIES = {
     "adaptive": "hit_density",
@@ -561,11 +560,11 @@ REPLACED_POLICIES = {
     "marconi_linear": "hit_density",
     "s3fifo": "hit_density",
 }
-"""Names that are gone, and what to write instead."""
+"""Removed names and their successors."""
 
 
 def policy_instead_of(name: str, known: Sequence[str] = POLICIES) -> str:
-    """Return what to write for *name*, which is none of *known*: its successor, or one of them."""
+    """Return the fix for the unknown *name*: its successor, or the *known* names."""
     if name in REPLACED_POLICIES:
         return f"{REPLACED_POLICIES[name]}, which replaces {name}"
     return f"one of {', '.join(known)}"

@@ -1,15 +1,15 @@
-"""What server and client exchange over the Unix socket, as docs/format.md specifies it.
+"""The protocol between server and client over the Unix socket; docs/format.md specifies it.
 
-*Memory*: one SOCK_SEQPACKET message each way, 32 bytes, little-endian, descriptors beside them as
-SCM_RIGHTS. Memory travels as memfds with seals: the receiver maps nothing that its sender could
-still truncate.
+*Memory*: one SOCK_SEQPACKET message each way, 32 bytes, little-endian, with descriptors as
+SCM_RIGHTS. Memory is passed as sealed memfds, so that the sender cannot truncate what the
+receiver maps.
 
-*Calls* are the service's own messages at a tenth of gRPC's cost: a packet of a ``Request`` whose
-arg is the method's number, then the request message. It is answered by packets of a reply, then a
-message each: ``more`` while others follow, ``ok`` last (a streaming method's last is empty), or
-``failed``; of a message too long for a packet, ``part`` but for the last.
+*Calls* carry the service's messages at a tenth of gRPC's cost. A call is one packet: a ``Request``
+whose arg is the method's number, then the request message. The answer is one packet per message, a
+reply header before it: ``more`` if others follow, ``ok`` for the last (empty for a streaming
+method), or ``failed``. A message too long for a packet is split: all but the last are ``part``.
 
-*Places* are frames that a reader on the server's host can reach without a stream, 32 bytes each.
+*Places* locate frames that a reader on the server's host reads directly, 32 bytes each.
 """
 
 from __future__ import annotations
@@ -51,20 +51,19 @@ K = TypeVar("K")
 
 SEAL_SEAL, SEAL_SHRINK, SEAL_GROW, SEAL_FUTURE_WRITE = 0x1, 0x2, 0x4, 0x10
 ARENA_SLAB = 0
-"""The number of a device's memory; slabs of CPU memory count from 1."""
+"""Slab number of a device's memory; slabs of CPU memory count from 1."""
 SIZE_SEALS = SEAL_SHRINK | SEAL_GROW | SEAL_SEAL
-"""The size can never change again: reading a mapping of it cannot fault."""
+"""The size can never change, so reading a mapping cannot fault."""
 STAGING_SEALS = SIZE_SEALS | SEAL_FUTURE_WRITE
-"""Nor can what was written be taken back, so that reading it allocates nothing: only mappings
-made before may write, and the kernel punches no holes."""
+"""Also forbids new writable mappings and hole punching, so that reading allocates no pages."""
 
 
 class Op(IntEnum):
-    """``hello`` names a session, and has the server prove that it is that session's.
+    """``hello`` names a session, and the server proves that it owns it.
 
-    ``attach`` then brings staging memory and the client's proof; ``join`` a proof, on a further
-    connection for calls (``pack_call``). ``slab`` and ``extent`` get descriptors. ``ring`` brings
-    that of device memory to put out of, and in place of a proof says which device.
+    ``attach`` then sends staging memory and the client's proof; ``join`` a proof, on a further
+    connection for calls (``pack_call``). ``slab`` and ``extent`` get descriptors. ``ring`` sends
+    device memory to put from, with the device's name in place of a proof.
     """
 
     attach = 1
@@ -77,7 +76,7 @@ class Op(IntEnum):
 
 
 class Reply(IntEnum):
-    """Of the server. ``ok`` to ``slab`` comes with its descriptor, to ``hello`` with a nonce and a
+    """The server's reply. ``ok`` to ``slab`` carries its descriptor, to ``hello`` a nonce and a
     proof; ``more``, ``failed`` and ``part`` answer calls only.
     """
 
@@ -90,16 +89,16 @@ class Reply(IntEnum):
     part = 6
 
 
-# By their numbers, looked up twice a call: members of an enum are found much more slowly.
+# Looked up twice a call; an enum's own lookup is much slower.
 _OPS = {int(op): op for op in Op}
 REPLY_KINDS = {int(reply): reply for reply in Reply}
 
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """``arg`` is the size of the staging memory or of the ring, the slab's or the session's id.
+    """``arg`` is the size of the staging memory or of the ring, or a slab or session id.
 
-    ``token`` is a nonce of the client's, its proof, or a device's.
+    ``token`` is the client's nonce or proof, or a ``device_token``.
     """
 
     op: Op
@@ -107,7 +106,7 @@ class Request:
     token: bytes = bytes(16)
 
     def pack(self) -> bytes:
-        """Return the message."""
+        """Return the message's bytes."""
         return _HEADER.pack(_MAGIC, _VERSION, self.op, self.arg, self.token)
 
     @classmethod
@@ -117,12 +116,12 @@ class Request:
 
 
 def pack_reply(reply: Reply, arg: int = 0) -> bytes:
-    """Return a reply; *arg* is the slab's size in bytes where one comes along."""
+    """Return a reply; *arg* is the slab's size in bytes if it carries one."""
     return _HEADER.pack(_MAGIC, _VERSION, reply, arg, b"")
 
 
 def unpack_head(message: bytes, kinds: Mapping[int, K]) -> tuple[K, int, bytes]:
-    """Parse a reply, whose *kinds* are REPLY_KINDS, or a request: its kind, number and token.
+    """Return kind, number and token of a request, or of a reply (*kinds* is REPLY_KINDS).
 
     Raises InvalidRequestError.
     """
@@ -136,8 +135,8 @@ def unpack_head(message: bytes, kinds: Mapping[int, K]) -> tuple[K, int, bytes]:
 
 
 def proof(secret: bytes, op: Op, session_id: int, nonces: tuple[bytes, bytes]) -> bytes:
-    """Return what only an owner of the session's *secret* can send: of ``hello`` the server, of
-    ``attach`` and ``join`` the client. *nonces* are the client's and the server's of the hello.
+    """Return the proof of owning the session's *secret*: the server's in ``hello``, the client's in
+    ``attach`` and ``join``. *nonces* are the client's and the server's of the hello.
 
     HMAC-SHA256, cut to 16 bytes. The secret itself never goes over the socket, where another
     process may listen in the server's place.
@@ -161,7 +160,7 @@ def unpack_greeting(message: bytes) -> tuple[bytes, bytes]:
 
 
 def create_memfd(name: str, size_bytes: int) -> int:
-    """Return a new memfd of *size_bytes* that can be sealed; the caller owns the descriptor."""
+    """Return a new sealable memfd of *size_bytes*; the caller owns the descriptor."""
     descriptor = os.memfd_create(name, os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(descriptor, size_bytes)
@@ -172,7 +171,7 @@ def create_memfd(name: str, size_bytes: int) -> int:
 
 
 def map_sealed(descriptor: int, most_bytes: int, seals: int = SIZE_SEALS) -> mmap.mmap:
-    """Map a memfd of the other side for reading. Raises InvalidRequestError."""
+    """Map a received memfd for reading. Raises InvalidRequestError."""
     try:
         is_sealed = fcntl.fcntl(descriptor, fcntl.F_GET_SEALS) & seals == seals
     except OSError:  # no memfd
@@ -186,24 +185,24 @@ def map_sealed(descriptor: int, most_bytes: int, seals: int = SIZE_SEALS) -> mma
 
 
 def device_token(identity: str) -> bytes:
-    """Return the name of a device in a message."""
+    """Return the 16-byte name of a device in messages."""
     return blake3(identity.encode()).digest(16)
 
 
 def add_seals(descriptor: int, seals: int) -> None:
-    """Seal a memfd for good."""
+    """Seal a memfd."""
     fcntl.fcntl(descriptor, fcntl.F_ADD_SEALS, seals)
 
 
 def host_id() -> str:
-    """Name this host and its boot: equal on both sides exactly when memory can be shared."""
+    """Return the id of this host's boot: equal on both sides if memory can be shared."""
     with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
         return file.read().strip()
 
 
 def peer_ids(link: socket.socket) -> tuple[int, int]:
-    """Return the process and the user at the other end of a Unix socket; of one that listens,
-    those that began to. Raises OSError.
+    """Return process and user id of the other end of a Unix socket, or of the process that
+    called listen on it. Raises OSError.
     """
     raw = link.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     pid, uid, _ = _CREDENTIALS.unpack(raw)
@@ -211,7 +210,7 @@ def peer_ids(link: socket.socket) -> tuple[int, int]:
 
 
 def pid_namespace() -> int:
-    """Name the space that this process's id is a number of; 0 where that is unknown."""
+    """Return the id of this process's pid namespace; 0 if unknown."""
     try:
         return os.stat("/proc/self/ns/pid").st_ino
     except OSError:
@@ -221,9 +220,9 @@ def pid_namespace() -> int:
 MAX_PACKET_BYTES = 1 << 17
 """Fits the default send buffer of a socket; a longer call goes through gRPC."""
 MAX_BODY_BYTES = MAX_PACKET_BYTES - HEADER_BYTES
-"""What a packet holds of a message; a longer answer is cut."""
+"""Bytes of a message in one packet; a longer answer is split."""
 MAX_ANSWER_BYTES = 2 * MESSAGE_BYTES
-"""A message of an answer that is longer once joined is refused, as gRPC's is."""
+"""A longer joined message of an answer is refused, as by gRPC."""
 
 
 class Method(NamedTuple):
@@ -241,10 +240,10 @@ def _method(name: str) -> Method:
 
 _NAMES = "Lookup Get Release Reserve Commit Abort - Resolve ReportReuse PutDevice"
 METHODS = {number: _method(name) for number, name in enumerate(_NAMES.split(), 1) if name != "-"}
-"""What may be called so: what every put and get needs. Numbers are never used again."""
+"""Methods callable over the socket: those of every put and get. Numbers are never reused."""
 
 REPLIES = {method.name: method.reply for method in METHODS.values()}
-"""By the names of methods."""
+"""Reply types by method name."""
 _CALLS = {method.name: Request(Op.call, number).pack() for number, method in METHODS.items()}
 
 
@@ -266,7 +265,7 @@ def unpack_call(request: Request, body: bytes) -> tuple[str, Message]:
 
 
 def pack_answer(answer: Message | None, *, more: bool = False) -> list[Packet]:
-    """Return the packets of one message of an answer; None is the empty end of a stream."""
+    """Return the packets of one message of an answer; None: the empty end of a stream."""
     head = pack_reply(Reply.more if more else Reply.ok)
     if answer is None:
         return [head]
@@ -284,7 +283,7 @@ def pack_failure(name: str, text: str) -> Packet:
 
 
 class Answer(NamedTuple):
-    """A packet of an answer. ``error`` is the one that it carries, and then its last."""
+    """A packet of an answer; one with an ``error`` is the last."""
 
     reply: Reply
     body: bytes
@@ -311,7 +310,7 @@ ROW_BYTES = _ROW.size
 
 class Reach(IntEnum):
     """What a place's number counts: nothing, slabs of sealed memory, files, arenas of a device
-    (the one there is has the number 0), or other servers that the reader asks itself.
+    (there is one, number 0), or other servers that the reader requests the frame from.
     """
 
     none = 0
@@ -324,8 +323,8 @@ class Reach(IntEnum):
 class Place(NamedTuple):
     """One frame: ``size_bytes`` from ``offset`` of the slab or file ``number``.
 
-    ``tier`` is an index into the tier names that come along. The eight bytes before ``offset``
-    hold ``generation`` for as long as a place in memory is valid; elsewhere it is 0.
+    ``tier`` is an index into the reply's tier names. The eight bytes before ``offset`` hold
+    ``generation`` while a place in memory is valid; it is 0 for other places.
     """
 
     number: int
@@ -339,7 +338,7 @@ class Place(NamedTuple):
 PLACE_ROW = np.dtype(
     {"names": Place._fields, "formats": ["<u4", "u1", "u1", "<u8", "<u8", "<u8"]}, align=True
 )
-"""The rows as numpy writes hundreds of them."""
+"""numpy's dtype of the rows, to write hundreds at once."""
 assert PLACE_ROW.itemsize == ROW_BYTES
 
 NOWHERE = Place(0, Reach.none, 0, 0, 0, 0)
@@ -347,7 +346,7 @@ NOWHERE = Place(0, Reach.none, 0, 0, 0, 0)
 
 
 _PLACE_OF = partial(tuple.__new__, Place)
-"""Makes a place of a row that was unpacked, whose length needs no look: a third of ``_make``."""
+"""Makes a place of an unpacked row without ``_make``'s length check, in a third of its time."""
 
 
 def pack_places(places: Iterable[Place]) -> bytes:
@@ -357,7 +356,7 @@ def pack_places(places: Iterable[Place]) -> bytes:
 
 
 def unpack_places(rows: bytes) -> list[Place]:
-    """Return the places of *rows*. Raises InvalidRequestError when they are cut."""
+    """Return the places of *rows*. Raises InvalidRequestError for a partial row."""
     if len(rows) % ROW_BYTES:
         raise InvalidRequestError("places", len(rows), f"send rows of {ROW_BYTES} bytes")
     return list(map(_PLACE_OF, _ROW.iter_unpack(rows)))

@@ -1,4 +1,4 @@
-"""What benchmarks share."""
+"""Code shared by benchmarks."""
 
 from pathlib import Path
 

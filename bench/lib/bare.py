@@ -1,7 +1,7 @@
-"""What the machine does at best: reads and transfers with no store around.
+"""The machine's upper bounds: reads and transfers without a store.
 
-What a bar asks for beyond these figures is not to be had on the machine of the run. Run as a
-program it is the sender of one of them: ``python -m bench.lib.bare tcp|zmq BYTES``.
+No store on the same machine can exceed these figures. Run as a program it is the sender of one of
+them: ``python -m bench.lib.bare tcp|zmq BYTES``.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from kvstore.proto.buffers import Bytes
 
 CHUNK_BYTES, PART_BYTES = 8 * MIB, 1 << 18
 _PIECE_BYTES, _ON_THEIR_WAY = 1 << 18, 2
-"""Of Redis' values, asked for and not yet here: with more, what Redis copied leaves the caches."""
+"""Pieces of Redis values in flight: with more, the data that Redis copied leaves the caches."""
 Work = Callable[[], object]
 Bring = Callable[[], int]
-"""Brings bytes here and returns how many."""
+"""Transfers bytes and returns how many."""
 
 
 @contextmanager
 def bare_read(descriptor: int, outs: Sequence[Bytes], threads: int) -> Iterator[Work]:
-    """Yield what fills *outs*, one behind the other in a file, a run of them per thread."""
+    """Yield a function that fills *outs* from consecutive parts of a file, a run a thread."""
     starts = np.cumsum([0, *map(len, outs)])[:-1].tolist()
     jobs = list(zip(outs, starts, strict=True))
     runs = [jobs[len(jobs) * n // threads : len(jobs) * (n + 1) // threads] for n in range(threads)]
@@ -46,7 +46,7 @@ def bare_read(descriptor: int, outs: Sequence[Bytes], threads: int) -> Iterator[
 
 
 def _send(kind: str, size: int) -> None:
-    """Send *size* bytes whenever asked; print the port first."""
+    """Print the port, then send *size* bytes for each request."""
     data = np.random.default_rng(1).integers(0, 256, size, dtype=np.uint8)
     if kind == "tcp":
         listener = socket.create_server(("127.0.0.1", 0))
@@ -66,7 +66,7 @@ def _send(kind: str, size: int) -> None:
 
 @contextmanager
 def _sender(kind: str, size_bytes: int) -> Iterator[int]:
-    """Run a process that sends *size_bytes* whenever it is asked; yield its port."""
+    """Run a process that sends *size_bytes* for each request; yield its port."""
     with child(sys.executable, "-m", "bench.lib.bare", kind, str(size_bytes)) as (_, line):
         yield int(line)
 
@@ -82,7 +82,7 @@ def _receive(link: socket.socket, out: Bytes, flags: int = socket.MSG_WAITALL) -
 
 @contextmanager
 def raw_stream(size_bytes: int, *, summed: bool = False) -> Iterator[Bring]:
-    """Run a process that sends over TCP; yield what receives as many bytes into ready memory."""
+    """Run a process that sends over TCP; yield a receiver into allocated memory."""
     out = np.zeros(size_bytes, np.uint8)
     step = PART_BYTES if summed else size_bytes
     with (
@@ -124,9 +124,9 @@ def raw_zmq(size_bytes: int) -> Iterator[Bring]:
 
 @contextmanager
 def bare_gets(port: int, database: int, names: Sequence[bytes]) -> Iterator[Work]:
-    """Yield a read of all *names* of a Redis over one bare socket, nothing verified.
+    """Yield a read of all *names* from Redis over one plain socket, without verification.
 
-    Each was asked for its size before: no reply is parsed while time is taken.
+    Their sizes are fetched first, so that no reply is parsed while timed.
     """
     with socket.create_connection(("127.0.0.1", port)) as link:
 

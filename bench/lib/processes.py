@@ -1,4 +1,4 @@
-"""How a peer is installed and run: a virtual environment of its own, programs ended by their pid.
+"""Installs and runs peers, the compared systems: a virtual environment each, ended by pid.
 
 A peer that cannot be installed or started raises PeerSkippedError, whose text is one line.
 """
@@ -27,11 +27,11 @@ Command = Sequence[str | Path]
 
 
 class PeerSkippedError(Exception):
-    """A peer is left out; the text says why."""
+    """A peer is skipped, for the reason in the text."""
 
 
 def last_line(text: str) -> str:
-    """Return the last line that says something, for a reason of one line."""
+    """Return the last line that is not blank, as a reason."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     return lines[-1][:200] if lines else "it said nothing"
 
@@ -41,10 +41,10 @@ def last_words(log: Path) -> str:
 
 
 def make_venv(venvs: Path, name: str, with_requirements: Sequence[str] = ()) -> Path:
-    """Return the interpreter of the peer's virtual environment, made unless its pins are there.
+    """Return the interpreter of the peer's virtual environment, made unless its pins are installed.
 
-    ``peers/pins/NAME.txt`` pins each package, installed without what it asks for itself: LMCache
-    asks for gigabytes of CUDA. *with_requirements* come first, and bring what they need.
+    ``peers/pins/NAME.txt`` pins each package, installed without dependencies: LMCache's include
+    gigabytes of CUDA. *with_requirements* are installed first, with dependencies.
     """
     folder, pins = venvs / name, PINS / f"{name}.txt"
     wanted = pins.read_text() + "\n".join(with_requirements)
@@ -64,7 +64,7 @@ def make_venv(venvs: Path, name: str, with_requirements: Sequence[str] = ()) -> 
 def shared_libraries(venvs: Path, packages: Mapping[str, str]) -> str:
     """Return where *packages* (library to Debian package) were unpacked; empty if installed.
 
-    Needs no root: the packages are downloaded and unpacked below *venvs*, for the peer alone.
+    Needs no root: the packages are downloaded and unpacked below *venvs*, for the peer only.
     """
     with suppress(OSError):
         for library in packages:
@@ -85,7 +85,7 @@ def shared_libraries(venvs: Path, packages: Mapping[str, str]) -> str:
 
 
 def run(command: Command, timeout_s: float, cwd: Path | None = None) -> str:
-    """Run *command* to its end and return what it printed. Raises PeerSkippedError."""
+    """Run *command* to its end and return its output. Raises PeerSkippedError."""
     try:
         done = subprocess.run(
             command, cwd=cwd, capture_output=True, text=True, timeout=timeout_s, errors="replace"
@@ -105,7 +105,7 @@ def free_port() -> int:
 
 @contextmanager
 def child(*command: str | Path) -> Iterator[tuple[int, str]]:
-    """Run a program of ours until the block ends; yield its pid, and the first line it prints."""
+    """Run a program in the checkout until the block ends; yield its pid and first output line."""
     pipe = subprocess.PIPE
     with subprocess.Popen(command, stdin=pipe, stdout=pipe, text=True, cwd=ROOT) as process:
         assert process.stdout is not None
@@ -117,7 +117,7 @@ def child(*command: str | Path) -> Iterator[tuple[int, str]]:
 
 @contextmanager
 def serving_peer(command: Command, ports: Sequence[int], log: Path) -> Iterator[None]:
-    """Run a server until the block ends; it is up once it accepts on all *ports*."""
+    """Run a server until the block ends; enter once it accepts on all *ports*."""
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=out, stderr=subprocess.STDOUT
@@ -168,9 +168,9 @@ class Asked:
             raise PeerSkippedError(f"its client ended: {last_words(self.log)}") from None
 
     def answer(self) -> dict[str, float]:
-        """Return its next line of JSON, past what else it prints.
+        """Return its next line of JSON, skipping other output.
 
-        A program that says nothing for ANSWER_TIMEOUT_S is killed. Raises PeerSkippedError.
+        A program without one for ANSWER_TIMEOUT_S is killed. Raises PeerSkippedError.
         """
         assert self.process.stdout is not None
         watch = Timer(ANSWER_TIMEOUT_S, self.process.kill)
@@ -191,10 +191,10 @@ class Asked:
 
 @contextmanager
 def asking(command: Command, log: Path) -> Iterator[Asked]:
-    """Run a program that answers; its first answer says that it is ready.
+    """Run a program that answers; its first answer means that it is ready.
 
-    The end of its input tells it to clean up and end: LMCache's would else leave its shared
-    memory behind.
+    At the end of its input it cleans up and exits: LMCache's would else leave its shared memory
+    behind.
     """
     with (
         log.open("wb") as errors,

@@ -1,4 +1,4 @@
-"""How a benchmark reports: a table, one line of JSON, a chart as an SVG file; and how it times."""
+"""Reports of benchmarks: a table, a line of JSON, an SVG chart; and their timers."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 
 @dataclass(slots=True)
 class Report:
-    """Values of one benchmark by key, with what each was compared to."""
+    """The values of one benchmark by key, each with its baseline."""
 
     bench: str
     values: dict[str, float] = field(default_factory=dict)
@@ -29,7 +29,7 @@ class Report:
     skipped: dict[str, str] = field(default_factory=dict)
 
     def add(self, key: str, value: float, measured: str, against: str = "") -> None:
-        """Add one value; *measured* and *against* say what it is made of."""
+        """Add one value; *measured* and *against* describe it."""
         self.values[key] = round(value, 4)
         self.rows.append((key, f"{value:.3f}", measured, against))
 
@@ -56,7 +56,7 @@ Part: TypeAlias = Callable[[Report, Path], None]
 
 
 def parser_of(text: str | None, parts: Iterable[str] = ()) -> argparse.ArgumentParser:
-    """Return the parser of a benchmark that *text* describes; ``--only`` names some *parts*."""
+    """Return the parser of a benchmark with *text* as description; ``--only`` selects *parts*."""
     parser = argparse.ArgumentParser(description=text)
     parser.add_argument("--json", action="store_true", help="print the JSON line alone")
     if names := list(parts):
@@ -70,7 +70,7 @@ def parser_of(text: str | None, parts: Iterable[str] = ()) -> argparse.ArgumentP
 def run_parts(
     bench: str, parts: Mapping[str, Part], argv: Sequence[str] | None, text: str | None
 ) -> None:
-    """Run the *parts* that the flags ask for, each with a folder of its own, and print."""
+    """Run the *parts* selected by the flags, each with its own folder, and print."""
     options, report = parser_of(text, parts).parse_args(argv), Report(bench)
     for name in (name for name in parts if name in options.only):
         with TemporaryDirectory(prefix=f"kvstore-{bench}-") as folder:
@@ -79,7 +79,7 @@ def run_parts(
 
 
 def cpu_s(work: Callable[[], object]) -> float:
-    """Return the processor seconds of *work*, those of all threads of this process."""
+    """Return the processor seconds of *work*, over all threads of this process."""
     started = time.process_time()
     work()
     return time.process_time() - started
@@ -98,17 +98,17 @@ def gbps(size_bytes: int, seconds: float) -> str:
 def paired(
     ours: Callable[[], object], theirs: Callable[[], object], repeats: int
 ) -> tuple[float, float]:
-    """Return the best seconds of both, run in turns so that a busy machine hits both alike."""
+    """Return the best seconds of both, run alternately so that load affects both alike."""
     return in_turns(lambda: timed(ours), lambda: timed(theirs), repeats)[1:]
 
 
 def in_turns(
     ours: Callable[[], float], theirs: Callable[[], float], rounds: int
 ) -> tuple[float, float, float]:
-    """Run both *rounds* times in turns; each returns the seconds it took.
+    """Run both alternately, *rounds* times; each returns the seconds it took.
 
-    Return the median of theirs / ours over the rounds, which a machine that is busy now and
-    then cannot move far, and the best seconds of each.
+    Return the median of theirs / ours over the rounds, which is robust to bursts of load, and the
+    best seconds of each.
     """
     pairs = [(ours(), theirs()) for _ in range(rounds)]
     ratio = median(their_s / our_s for our_s, their_s in pairs)
@@ -121,9 +121,9 @@ _RESAMPLES = 2000
 
 
 def resampled(value: Callable[[NDArray[np.intp]], float], count: int) -> Estimate:
-    """Return *value* of *count* cases, and its interval: cases are drawn again and again.
+    """Return *value* of *count* cases, and its bootstrap percentile interval.
 
-    Efron, Bootstrap methods: another look at the jackknife, 1979, section 2; percentiles.
+    Efron, Bootstrap methods: another look at the jackknife, 1979, section 2.
     """
     picks = np.random.default_rng(0).integers(0, count, (_RESAMPLES, count))
     low, high = np.quantile([value(pick) for pick in picks], [0.025, 0.975])
@@ -145,7 +145,7 @@ def line_chart(
     axes: tuple[str, str],
     series: Mapping[str, Sequence[tuple[float, float]]],
 ) -> None:
-    """Draw points (x, y), joined, one line a name; x is logarithmic, y starts at 0."""
+    """Draw one line of points (x, y) for each name; x is logarithmic, y starts at 0."""
     left, right, top, bottom = 70, 550, 44, HEIGHT - 48
     points = [point for line in series.values() for point in line]
     low, high = (math.log10(end(x for x, _ in points)) for end in (min, max))

@@ -33,17 +33,17 @@ def read_segments(trace: str) -> list[SegmentLine]:
 
 
 def tokens_of(segments: Iterable[Segment]) -> Tokens:
-    """Return the tokens of segments, one after the other: int32 (tokens,).
+    """Return the concatenated tokens of segments: int32 (tokens,).
 
-    Token j of stream s is 3 + splitmix64(s * 2**32 + j) % 31997. splitmix64 is Steele, Lea and
-    Flood's (OOPSLA 2014), with the state as its argument.
+    Token j of stream s is 3 + splitmix64(s * 2**32 + j) % 31997. splitmix64 is that of Steele, Lea
+    and Flood (OOPSLA 2014), with the state as argument.
     """
     parts = [np.zeros(0, np.uint64)]
     parts += [
         np.uint64(number << 32) + np.arange(tokens, dtype=np.uint64) for number, tokens in segments
     ]
     mixed = np.concatenate(parts)
-    mixed += np.uint64(0x9E3779B97F4A7C15)  # arrays of numpy wrap around, as splitmix64 does
+    mixed += np.uint64(0x9E3779B97F4A7C15)  # numpy arrays wrap around, as splitmix64 does
     mixed = (mixed ^ (mixed >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     mixed = (mixed ^ (mixed >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     mixed ^= mixed >> np.uint64(31)
@@ -51,7 +51,7 @@ def tokens_of(segments: Iterable[Segment]) -> Tokens:
 
 
 def rows_of(file: Path, use: str = "score") -> list[Any]:
-    """Return the rows of a file of texts or questions that are there for *use*."""
+    """Return the rows of a file of texts or questions with that *use*."""
     return [row for row in map(json.loads, file.read_text().splitlines()) if row["use"] == use]
 
 

@@ -1,4 +1,4 @@
-"""A real vLLM in a process of its own, with a connector or without."""
+"""A real vLLM in its own process, with or without a connector."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from bench.lib import ROOT
 
 _OWN = Path(sys.prefix).parent.name
 VERSION = _OWN.removeprefix("vllm-") if _OWN.startswith("vllm-") else "0.32"
-"""vLLM's: that of the environment this runs in, if it is one of those."""
+"""vLLM's version: that of the current environment, if it is one of vLLM's."""
 
 PYTHON = ROOT / "build" / f"vllm-{VERSION}" / "venv" / "bin" / "python"
 """The interpreter of the environment that ``make vllm-env`` makes."""
 
 _ENVIRONMENT = {
-    # What keeps vLLM quick and quiet on a small machine; see docs/vllm.md.
+    # Keeps vLLM fast and quiet on a small machine; see docs/vllm.md.
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
     "VLLM_CPU_OMP_THREADS_BIND": "nobind",
     "OMP_NUM_THREADS": "1",
@@ -33,11 +33,11 @@ _ENVIRONMENT = {
 
 
 class EngineProcess:
-    """One engine over *model*; *store* is its ``kv_connector_extra_config``, None for no store,
-    where a ``kv_role`` may be among them.
+    """One engine over *model*; *store* is its ``kv_connector_extra_config``, which may include a
+    ``kv_role``; None for no store.
 
-    *settings* are further arguments of ``vllm.LLM``, *child* the module that runs it and what it
-    is told. What it wrote is in *log*.
+    *settings* are further arguments of ``vllm.LLM``, *child* the module that runs it and its
+    arguments. Its standard error goes to *log*.
     """
 
     def __init__(
@@ -88,7 +88,7 @@ class EngineProcess:
         return json.loads(line)
 
     def ask(self, do: str, **arguments: Any) -> Any:
-        """Have the engine do one thing; return its answer."""
+        """Request one action of the engine; return its answer."""
         self._tell({"do": do, **arguments})
         return self._hear()
 

@@ -1,7 +1,7 @@
-"""One vLLM engine that does what lines of JSON on its standard input say, and answers in kind.
+"""One vLLM engine, driven by lines of JSON on standard input; its answers are lines of JSON, too.
 
-Run by ``EngineProcess``; the first line has the arguments of ``vllm.LLM``. A folder of LMCache's
-packages may be given: they come behind those of vLLM, so that the engine is the same without them.
+Run by ``EngineProcess``; the first line has the arguments of ``vllm.LLM``. The optional argument is
+a folder of LMCache's packages, behind those of vLLM on the path, so the engine stays the same.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from vllm.inputs import TokensPrompt
 def generate(
     llm: LLM, prompts: list[list[int]], max_tokens: int = 8, salts: list[str] | None = None
 ) -> list[dict[str, Any]]:
-    """Return what greedily follows each prompt, with log probabilities, and what was cached."""
+    """Return the greedy completion of each prompt, its log probabilities, and its cached tokens."""
     sampling = SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True, logprobs=1)
     inputs = [TokensPrompt(prompt_token_ids=prompt) for prompt in prompts]
     for one, salt in zip(inputs, salts or [], strict=False):
@@ -45,7 +45,7 @@ def generate(
 
 
 def abort(llm: LLM, prompts: list[list[int]], steps: int) -> int:
-    """Begin with each prompt and give all of them up after *steps*; return what is unfinished."""
+    """Start each prompt and abort all of them after *steps*; return how many are unfinished."""
     engine = llm.llm_engine
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
     names = [f"given-up-{number}" for number in range(len(prompts))]
@@ -60,7 +60,7 @@ def abort(llm: LLM, prompts: list[list[int]], steps: int) -> int:
 
 
 def sides(llm: LLM) -> tuple[Any, Any]:
-    """Return the scheduler's connector and the worker's, which are in this process."""
+    """Return the connectors of the scheduler and the worker, both in this process."""
     from vllm.distributed.kv_transfer import get_kv_transfer_group
 
     core = llm.llm_engine.engine_core.engine_core
@@ -73,7 +73,7 @@ def settle(llm: LLM) -> bool:
 
 
 def drain(llm: LLM, within_s: float = 10.0) -> bool:
-    """Step until whoever holds blocks to store them has let go, and forget what is cached."""
+    """Step until no blocks are held for stores, and reset the prefix cache."""
     began = time.perf_counter()
     while not llm.reset_prefix_cache():
         if time.perf_counter() - began > within_s:
@@ -84,7 +84,7 @@ def drain(llm: LLM, within_s: float = 10.0) -> bool:
 
 
 def lose(llm: LLM, chunks: int) -> bool:
-    """Have loads bring so many chunks at most, as if the others had been evicted; 0: all again."""
+    """Limit loads to so many chunks, as if the others had been evicted; 0: no limit."""
     connector = sides(llm)[1]._worker._connector
     vars(connector).pop("read_into", None)
     read_into = connector.read_into
@@ -94,9 +94,9 @@ def lose(llm: LLM, chunks: int) -> bool:
 
 
 def stop_before_load(llm: LLM, pid: int) -> bool:
-    """Have the next load find that the server, process *pid*, was stopped after the lookup.
+    """Make the next load stop the server, process *pid*, after the lookup.
 
-    ``counts`` says from then on how many loads ended because it hangs: ``worker_hung_loads``.
+    ``counts`` then has the loads that ended because it hangs: ``worker_hung_loads``.
     """
     worker = sides(llm)[1]._worker
     connector = worker._connector
@@ -119,7 +119,7 @@ def stop_before_load(llm: LLM, pid: int) -> bool:
 
 
 def counts(llm: LLM) -> dict[str, int]:
-    """Return what the engine's metrics counted of the store since it began."""
+    """Return the engine's counters of the store since its start."""
     names = {
         "vllm:external_prefix_cache_queries": "queries",
         "vllm:external_prefix_cache_hits": "hits",
@@ -142,16 +142,16 @@ def counts(llm: LLM) -> dict[str, int]:
 
 
 class Stage:
-    """What a worker of vLLM's CPU build lacks to be a later stage of a pipeline.
+    """An extension that lets a worker of vLLM's CPU build be a later stage of a pipeline.
 
-    vLLM makes the room for what a stage receives in a dummy run, which its CPU worker leaves out
-    where nothing is compiled. ``worker_extension_cls`` makes this a base of its worker class.
+    vLLM allocates the receive buffers of a stage in a dummy run, which its CPU worker skips unless
+    it compiles. ``worker_extension_cls`` makes this a base of its worker class.
     """
 
     model_runner: Any
 
     def make_room(self) -> bool:
-        """Do what the dummy run does; call once, before the first request."""
+        """Allocate them like the dummy run; call once, before the first request."""
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
             runner.intermediate_tensors = runner.model.make_empty_intermediate_tensors(
@@ -163,11 +163,11 @@ class Stage:
 
 
 def mend_llvmlite() -> None:
-    """Have llvmlite's libraries deny attributes that they have not.
+    """Make llvmlite's library object raise AttributeError for dunder names.
 
-    LMCache imports numba, and with it llvmlite, whose library object answers every name with a
-    function. vLLM's search for CPU kernels asks every module's objects for ``__dict__``, and ends
-    at one that is a function.
+    LMCache imports numba, and with it llvmlite, whose library object returns a function for every
+    name. vLLM's search for CPU kernels reads ``__dict__`` of every module's objects, and fails if
+    it is a function.
     """
     from llvmlite.binding import ffi
 
@@ -186,7 +186,7 @@ def main(packages: str = "") -> None:
         sys.path.append(packages)
         mend_llvmlite()
     answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints is no answer
+    os.dup2(2, 1)  # keeps vLLM's prints out of the answers
     llm = LLM(**json.loads(sys.stdin.readline()))
     does: dict[str, Callable[..., Any]] = {
         "generate": generate,
@@ -203,7 +203,7 @@ def main(packages: str = "") -> None:
     for line in sys.stdin:
         request = json.loads(line)
         print(json.dumps(does[request.pop("do")](llm, **request)), file=answers, flush=True)
-    llm.llm_engine.engine_core.shutdown()  # or vLLM leaves shared memory behind
+    llm.llm_engine.engine_core.shutdown()  # else vLLM leaves shared memory behind
 
 
 if __name__ == "__main__":

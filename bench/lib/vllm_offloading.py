@@ -1,6 +1,6 @@
-"""vLLM's tiered offloading for an engine on the CPU, which its own spec refuses.
+"""vLLM's tiered offloading for an engine on the CPU, which vLLM's own spec refuses.
 
-Only the copies between the engine's pages and the primary tier are here; the rest is vLLM's.
+It has only the copies between the engine's pages and the primary tier; the rest is vLLM's.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from kvstore.client.engines.vllm_tier import StoreTieringSpec
 
 
 class CopyWorker(OffloadingWorker):  # type: ignore[misc]
-    """Copies blocks at once, in the engine's own thread."""
+    """Copies blocks immediately, in the engine's thread."""
 
     def __init__(self, caches: Any, chunk_blocks: int, region: Any) -> None:
         self._caches = caches
@@ -27,7 +27,7 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
         self._pages = [
             one.tensor.view(torch.int8).view(-1, one.page_size_bytes) for one in caches.tensors
         ]
-        # Its name in 0.26 comes second.
+        # The second name is that of 0.26.
         make_view = getattr(region, "create_next_worker_view", None) or region.create_next_view
         self._primary = [make_view(one.page_size_bytes * chunk_blocks) for one in caches.tensors]
 
@@ -73,7 +73,7 @@ class CopyWorker(OffloadingWorker):  # type: ignore[misc]
         return done
 
     def wait(self, job_ids: Any) -> None:
-        """Return at once: a job is over when it is submitted."""
+        """Return at once: jobs end in their submission."""
 
     def shutdown(self) -> None:
         self._primary = []

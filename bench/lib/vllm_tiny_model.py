@@ -32,7 +32,7 @@ def make(folder: Path, scale: int = 1) -> None:
     model = LlamaForCausalLM(config).float()  # type: ignore[no-untyped-call]
     with torch.no_grad():
         for name, weights in model.named_parameters():
-            if weights.dim() == 2:  # wide enough that what is attended to decides the next token
+            if weights.dim() == 2:  # wide enough that the attended tokens decide the next one
                 weights.normal_(0.0, 0.5 if "embed" in name else 0.08)
     model.save_pretrained(folder)
     tokenizer().save_pretrained(folder)

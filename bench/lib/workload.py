@@ -1,4 +1,4 @@
-"""What benchmarks serve and put: a server process, a Redis, chunks of noise, loads of a tier."""
+"""Fixtures of benchmarks: a server process, a Redis, chunks of noise, loads of a tier."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ MODEL = model_of("8b", 8)
 """Chunks of 8 MiB: eight layers of an 8B-class model (8 KV heads of 128, bf16) x 256 tokens."""
 SMALL = model_of("1mib", 1)
 TINY = model_of("tiny", 1, 1, 8)
-"""Chunks of 8 KiB, where bytes are no part of the question."""
+"""Chunks of 8 KiB, whose size does not matter."""
 
 
 @contextmanager
@@ -59,7 +59,7 @@ def serving(*flags: str) -> Iterator[tuple[str, int]]:
 
 
 def connect(address: str, model: Model, **options: Any) -> Client:
-    """Return a client of *model* with a deadline that no benchmark runs into."""
+    """Return a client of *model* with a deadline that no benchmark reaches."""
     return Client(address, model, ClientOptions(**{"deadline_ms": 20_000, **options}))
 
 
@@ -84,7 +84,7 @@ def rooms(model: Model, count: int) -> list[Any]:
 
 
 def make_chunks(client: Client, count: int, seed: int) -> tuple[list[ChunkKey], list[Chunk]]:
-    """Return *count* chained chunks of bf16 noise, each with memory of its own."""
+    """Return *count* chained chunks of bf16 noise, each with its own memory."""
     keys, rng = keys_of(client, count, seed), np.random.default_rng(seed)
     tensors = rooms(client.model, count)
     for part in arrays(tensors):
@@ -120,7 +120,7 @@ def check(chunks: Sequence[Chunk], out: Sequence[LayerTensors]) -> None:
 
 @contextmanager
 def redis_server() -> Iterator[int]:
-    """Run a Redis of our own; yield its port."""
+    """Run a Redis; yield its port."""
     program, port = shutil.which("redis-server"), free_port()
     if program is None:
         raise SystemExit("redis-server is not installed; `make test` installs it")
@@ -143,20 +143,20 @@ link.close()
 
 @contextmanager
 def slow_link(port: int, gbits: float) -> Iterator[int]:
-    """Run a link of *gbits* a second to *port* in a process; yield the port of its near end."""
+    """Run a process with a link of *gbits* a second to *port*; yield the port to connect to."""
     with child(sys.executable, "-c", _LINK, str(port), str(gbits * 125e6)) as (_, line):
         yield int(line)
 
 
 Load = tuple[ChunkInfo, Bytes]
-"""Which frame, and memory that is there for it."""
+"""A frame, and memory allocated for it."""
 
 
 @contextmanager
 def loading(tier: Tier, loads: Sequence[Load]) -> Iterator[Callable[[], None]]:
-    """Yield what loads and verifies all of *loads*, by as many threads as the server has for that.
+    """Yield a function that loads and verifies all of *loads*, with the server's thread count.
 
-    In rows where the tier wants them so. All are asked for at once.
+    In rows if the tier batches loads. All are requested at once.
     """
     threads, length = LOADS_AT_ONCE.get(tier.name, 1), 1
     if tier.batch_key(loads[0][0].key) is not None:
@@ -187,7 +187,7 @@ def _load_rows(tier: Tier, rows: Iterator[Sequence[Load]]) -> None:
 
 @contextmanager
 def redis_gets(url: str, keys: Sequence[ChunkKey]) -> Iterator[Callable[[], None]]:
-    """Yield a get of all *keys* from the Redis tier into memory of ours, as the server loads."""
+    """Yield a get of all *keys* from the Redis tier into allocated memory, as the server loads."""
     with closing(RedisTier(url, 1 << 40, timeout_ms=5000)) as tier:
         infos = [info for info in tier.find(keys) if info is not None]
         assert len(infos) == len(keys)

@@ -1,7 +1,7 @@
 """The Connector: what every engine's adapter shares, and the boundary where store errors end.
 
-An adapter brings the prompt's tokens and places for tensors; keys, chunks and counting are
-here. Whatever goes wrong in the store is a counted miss here and never reaches the engine.
+An adapter provides the prompt's tokens and buffers for tensors; keys, chunks and counters are
+here. A store error becomes a counted miss and never reaches the engine.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ from kvstore.proto.types import EXACT, Accuracy, ChainDigest, ChunkKey, Match, P
 
 @dataclass(frozen=True, slots=True)
 class ConnectorStats:
-    """What a connector did since its birth. Errors are counted by the name of their class.
+    """Counters of a connector since its creation. Errors are counted by class name.
 
-    ``lost_chunks`` were ready when asked for and not read: late, evicted or damaged;
-    ``slow_chunks`` were sooner computed. ``lossy_hit_tokens``: from the first chunk of a lossy copy
-    on; ``lossy_unstored_chunks`` were computed behind one, and so not stored; ``gated_chunks`` came
-    and were not used, for the gate of a codec was shut.
+    ``lost_chunks`` were found by the lookup but not read: late, evicted or damaged;
+    ``slow_chunks`` were faster to compute. ``lossy_hit_tokens`` start at the first lossy chunk;
+    ``lossy_unstored_chunks`` were computed after one, and so not stored; ``gated_chunks`` were
+    read but not used, because their codec's gate was shut.
     """
 
     lookups: int
@@ -69,39 +69,38 @@ class ConnectorStats:
     lossy_unstored_chunks: int = 0
     gated_chunks: int = 0
     misses: Mapping[str, int] = field(default_factory=dict)
-    """Prompts that were no whole hit, by why their hit ended where it did: docs/engines.md."""
+    """Prompts without a full hit, by the reason their hit ended: see docs/engines.md."""
 
 
 logger = logging.getLogger(__name__)
 
 REPORT_EVERY_S = 10.0
-"""How often a refusal's reason is sent: a server may have started later, or again."""
+"""How often a refusal's reason is sent: the server may start later, or restart."""
 MAX_REASON_CHARS = 1024
-"""What is sent of one; the server keeps less."""
+"""Limit of a reason that is sent; the server keeps less."""
 T = TypeVar("T")
 
 _Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span], int, Accuracy], Sequence[Stated]]
-"""Reads the longest run of a load's chunks from number int on, of copies of that accuracy or
-better; returns what the copy of each that was read states. Its room stays the same.
+"""Reads the longest run of a load's chunks, starting at index int, from copies of at least that
+accuracy; returns the ``Stated`` of each chunk read. The output buffers stay the same.
 """
 
 
 class Connector:
-    """Loads prefixes from a store and stores what was computed. Thread-safe.
+    """Loads prefixes from a store and stores computed KV. Thread-safe.
 
-    With *durable* a store returns once its chunks would survive a power cut. *token_flops* is about
-    what the engine spends on one token. A load ends where computing the rest is sooner, by the
-    store's own estimates and by what the engine takes: *prefill*, or what ``learned`` has seen;
-    until it has, everything in reach is loaded. With a *shard* ``read_into`` and ``write_each`` are
-    of what one rank of the engine has.
+    With *durable* a store returns once its chunks would survive a power cut. *token_flops* is the
+    engine's approximate cost of one token. A load ends where computing the rest is faster, by the
+    store's load estimates and the engine's prefill speed: *prefill*, or what ``learned`` has
+    measured; until then everything available is loaded. With a *shard*, ``read_into`` and
+    ``write_each`` transfer one rank's share.
 
-    *accuracy*: which copies are read: ``exact`` ones, ``bounded`` ones, whose codec states how far
-    they are from what was put, or ``approximate`` ones, any, while the gate of the model and of the
-    codec that made them is open. What is computed behind a lossy copy is never stored: it would be
-    taken for exact.
+    *accuracy* selects the copies to read: ``exact``; ``bounded``, whose codec states a maximum
+    error; or ``approximate``, any copy while the gate of its model and codec is open. KV computed
+    after a lossy copy is never stored: it would be taken for exact.
 
-    A server that does not answer costs a load or a store one deadline of the client, and the
-    following ones nothing until ``retry_after_ms`` have passed.
+    An unresponsive server costs one load or store the client's deadline; following ones cost
+    nothing until ``retry_after_ms`` have passed.
     """
 
     def __init__(
@@ -117,7 +116,7 @@ class Connector:
         self.client = client
         self.shard = shard
         self.least = least_of(accuracy)
-        """The least accuracy of what is read."""
+        """The least accuracy read."""
         self._prefill = prefill
         self.learned = planning.PrefillMeter()
         self.durable = durable
@@ -126,7 +125,7 @@ class Connector:
         by_name = ("hit_tokens_by_tier", "misses", "load_errors", "store_errors")
         self._named = {name: Counter[str]() for name in by_name}
         self._at_once: int | None = None
-        """How many chunks a Source has room for; None where it makes none."""
+        """Chunks that a Source can hold at once; None: no limit."""
         self._is_failing = False
         self._refusals: dict[str, int] = {}
         self._is_closed = threading.Event()
@@ -136,9 +135,9 @@ class Connector:
         FORKS.watch(self._after_fork)
 
     def _after_fork(self) -> None:
-        """In a child: count from 0: the parent reports what was before."""
-        self._lock = threading.Lock()  # another thread may have had it
-        self.learned = planning.PrefillMeter()  # and its lock
+        """In a child, count from 0: the parent reports its own counts."""
+        self._lock = threading.Lock()  # another thread may have held it
+        self.learned = planning.PrefillMeter()  # its lock, too
         for counts in (self._counts, *self._named.values()):
             counts.clear()
 
@@ -161,7 +160,7 @@ class Connector:
         found = self.client.get_levelled(
             keys[first:], terms, rooms[first:], computing if is_beside else None
         )
-        # What came behind a chunk that proved wrong is of no use, wherever that one is.
+        # Chunks after a damaged one are useless, wherever it is.
         computed = 0 if first else within.computed
         rest = zip(found.levels[computed:], found.stated[computed:], strict=True)
         read = [stated for level, stated in takewhile(lambda one: one[0] >= 0, rest)]
@@ -170,12 +169,12 @@ class Connector:
     def terms(
         self, within: planning.Deadline, tail_tokens: int, least: Accuracy = Accuracy.exact
     ) -> planning.PlanTerms:
-        """Return what a request with a deadline asks of its loads."""
+        """Return the terms of a load within a deadline."""
         left_s = max(within.left_s, planning.LEAST_LEFT_S)
         prefill = self._prefill or self.learned.model()
         if prefill is None:
             return planning.PlanTerms(left_s, least=least)
-        # An engine leaves itself the last token.
+        # The engine always computes the last token.
         return planning.PlanTerms(left_s, prefill, least=least, tail_tokens=max(1, tail_tokens))
 
     def attempt(
@@ -186,12 +185,12 @@ class Connector:
         allowed: Allowed,
         asked: Asked,
     ) -> tuple[Prefix, str]:
-        """Return what *read* brings of *tokens*, not counted, and why it is not more. Never raises.
+        """Return the prefix of *tokens* loaded by *read*, uncounted, and why it ends. Never raises.
 
-        *extra* is what else names the prompt (cache salt, multimodal hashes), in order. A request
-        *asked* within a deadline is no later than without the store: what loads too slowly is
-        computed, by ``within.compute``, beside the loads, or behind what was read. Before
-        ``learned`` has seen the engine compute, loads end with it.
+        *extra* also identifies the prompt (cache salt, multimodal hashes), in order. With a
+        deadline a request is no later than without the store: chunks that load too slowly are
+        computed, by ``within.compute`` beside the loads, or after them. Until ``learned`` has
+        measured the engine, loads stop at the deadline.
         """
 
         def load() -> tuple[Prefix, str]:
@@ -201,7 +200,7 @@ class Connector:
         return self.ask(load, (Prefix(), "error"))
 
     def note_load(self, tokens: int, prefix: Prefix, reason: str, lost_chunks: int = 0) -> Prefix:
-        """Count what was loaded of a prompt of so many *tokens*; return it."""
+        """Count *prefix*, loaded for a prompt of *tokens* tokens, and return it."""
         with self._lock:
             self._counts["lookups"] += 1
             self._named["misses"].update([reason] if reason else ())
@@ -245,7 +244,7 @@ class Connector:
         unbounded = [one for one in stated if one.accuracy is Accuracy.approximate]
         prefix = replace(
             Prefix.of(spans[first:found], match.tiers[first:found], asked.tokens, shared),
-            # What the engine computed meanwhile is stored already.
+            # Chunks that the engine computed meanwhile are stored already.
             stored_tokens=spans[found - 1][1] if found else 0,
             lossy_tokens=sum(stop - start for start, stop in spans[exact_count(stated) : found]),
             codecs=frozenset(codec_name(one.codec_id) for one in unbounded),
@@ -259,8 +258,8 @@ class Connector:
     def _usable(
         self, came: Sequence[Stated], allowed: Allowed, again: Callable[[int], Sequence[Stated]]
     ) -> Sequence[Stated]:
-        """Return the chunks of *came* before the first by a codec whose gate is shut, and what
-        *again* reads from there on: farther tiers may have copies with a bound.
+        """Return the chunks of *came* before the first whose codec's gate is shut, then those that
+        *again* reads from there on: slower tiers may hold bounded copies.
         """
         count = allowed.count(came)
         if count == len(came):
@@ -270,9 +269,9 @@ class Connector:
         return usable
 
     def allowed(self, least: Accuracy) -> Allowed:
-        """Return which copies may be read of *least* or better. Never raises.
+        """Return the copies of at least *least* that may be read. Never raises.
 
-        Of those without a bound, those by codecs whose gates the server has open at this moment.
+        Approximate copies are allowed for codecs whose gate is open on the server now.
         """
         if least is not Accuracy.approximate:
             return Allowed(least)
@@ -281,7 +280,7 @@ class Connector:
         return Allowed(least if codecs else Accuracy.bounded, frozenset(codecs))
 
     def worth_loading(self, match: Match, token_count: int) -> int:
-        """Return how many chunks of *match* to load for a prompt of so many tokens."""
+        """Return how many chunks of *match* to load for a prompt of *token_count* tokens."""
         prefill = self._prefill or self.learned.model(planning.DOUBT)
         if prefill is None:
             return match.ready
@@ -296,11 +295,10 @@ class Connector:
         extra: Sequence[bytes] = (),
         about: AboutOf | None = None,
     ) -> int:
-        """Store the chunks of *tokens* that end behind *from_token*; return how many were new.
+        """Store the chunks of *tokens* that end after *from_token*; return how many were new.
 
-        Never raises. *from_token* is how many tokens the store is known to hold already.
-        *about* says of each chunk what it has of its end, for models that keep windows or states,
-        and which of its tokens matter.
+        Never raises. *from_token* is how many tokens the store already holds. *about* returns a
+        chunk's layout, for models that keep windows or states, and its tokens' importance.
         """
 
         def chunks() -> Iterator[Chunk]:
@@ -325,12 +323,12 @@ class Connector:
             stored += outcomes.count(PutOutcome.stored)
         return stored
 
-    # --- for engines that ask, load and store at different moments, under names they keep
+    # --- for engines that look up, load and store at different times, by digests they keep
 
     def ask(self, work: Callable[[], T], otherwise: T, *, is_store: bool = False) -> T:
-        """Run *work*, which asks the store something. Never raises.
+        """Run *work*, a call to the store, and return its result. Never raises.
 
-        When it fails the error is counted among those of loads or stores, and *otherwise* returned.
+        On failure it counts a load or store error and returns *otherwise*.
         """
         try:
             result = work()
@@ -347,13 +345,13 @@ class Connector:
         return result
 
     def stored(self, digests: Sequence[ChainDigest]) -> set[bytes]:
-        """Return those of *digests* that have an exact copy, whatever is before. Never raises."""
+        """Return those of *digests* with an exact copy, prefix or not. Never raises."""
         found = self.ask(lambda: self.client.stat(keys=self.keys_of(digests)), list[ChunkStat]())
         exact = Accuracy.exact
         return {one.digest for one in found if any(c.accuracy == exact for c in one.copies)}
 
     def read(self, digests: Sequence[ChainDigest], out: Sequence[LayerTensors]) -> int:
-        """Read the longest prefix of *digests* into *out*; return how many chunks. Never raises."""
+        """Read the longest prefix of *digests* into *out*; return its chunk count. Never raises."""
         count = self.ask(lambda: len(self.client.get_chunks(self.keys_of(digests), out)), 0)
         self._count("lost_chunks", len(digests) - count)
         return count
@@ -365,11 +363,11 @@ class Connector:
         stated: list[Stated] | None = None,
         terms: planning.PlanTerms | None = None,
     ) -> int:
-        """Do the same with *room*, which says where a chunk of a layout goes; raise what fails.
+        """Like ``read``, into the buffers that *room* returns for a chunk's layout; may raise.
 
-        *stated* is filled with what the copy of each chunk states, and behind those with what
-        chunks state that came and were not used, for a gate was shut; without it exact copies only
-        are read. With *terms*, as far as their deadline allows.
+        *stated* receives the ``Stated`` of each chunk used, then of each chunk read but not used
+        because a gate was shut; without it only exact copies are read. With *terms*, read as far
+        as their deadline allows.
         """
         allowed = ONLY_EXACT if stated is None else self.allowed(self.least)
         until = None if terms is None else planning.Deadline(terms.deadline_s)
@@ -398,19 +396,19 @@ class Connector:
         return len(usable)
 
     def keys_of(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
-        """Name chunks; this opens a session if there is none, even for no chunks."""
+        """Return the chunks' keys; opens a session if there is none, even for no chunks."""
         space = self.client.namespace
         return [chunk_key(space, digest) for digest in digests]
 
     def note_unstored(self, tokens: int, exact_tokens: int) -> None:
-        """Count the chunks of a prompt of so many *tokens* that are behind *exact_tokens*."""
+        """Count the chunks of a prompt of *tokens* tokens that end after *exact_tokens*."""
         behind = [stop for _, stop in self._spans(tokens) if stop > exact_tokens]
         self._count("lossy_unstored_chunks", len(behind))
 
     def write_each(
         self, chunks: Callable[[], Sequence[Chunk]], hints: Hints = NO_HINTS
     ) -> list[PutOutcome]:
-        """Put what *chunks* returns; return what came of each, nothing if that failed."""
+        """Put the chunks that *chunks* returns; return each one's outcome, or [] on failure."""
 
         def put() -> list[PutOutcome]:
             puts = self.client.put_chunks(
@@ -427,7 +425,7 @@ class Connector:
         return chunk_spans(token_count, self.client.options.chunk_tokens)
 
     def report_refusal(self, reason: str) -> None:
-        """Have the server know why this engine runs without it, one that comes later, too."""
+        """Report to the server, also one that starts later, why this engine runs without it."""
         self._refusals = {f"{REFUSED}{' '.join(reason[:MAX_REASON_CHARS].split())}": 1}
 
         def report() -> None:
@@ -440,12 +438,12 @@ class Connector:
         threading.Thread(target=report, name="kvstore-refused", daemon=True).start()
 
     def close(self) -> None:
-        """End the client, and reports of a refusal. Idempotent."""
+        """Close the client and stop refusal reports. Idempotent."""
         self._is_closed.set()
         self.client.close()
 
     def counts(self) -> dict[str, int]:
-        """Return what the server is to know, by name: counts, misses, errors, a refusal."""
+        """Return the counters sent to the server, by name: counts, misses, errors, a refusal."""
         with self._lock:
             kinds = {"miss": "misses", "load": "load_errors", "store": "store_errors"}
             named = {
@@ -456,11 +454,11 @@ class Connector:
             return {**self._counts, **named, **self._refusals}
 
     def clear(self) -> None:
-        """Forget every chunk of this model. Never raises."""
+        """Delete every chunk of this model. Never raises."""
         self.ask(self.client.clear, 0, is_store=True)
 
     def stats(self) -> ConnectorStats:
-        """Return the counts of this moment."""
+        """Return a snapshot of the counters."""
         with self._lock:
             found: dict[str, Any] = {f.name: self._counts[f.name] for f in fields(ConnectorStats)}
             outcomes = {"stored": "stored", "existing": "exists", "refused": "refused"}
@@ -473,22 +471,22 @@ _Queue: TypeAlias = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class DaemonThreads:
-    """*count* threads that do what is submitted, in its order. Thread-safe.
+    """*count* daemon threads that run submitted work in order. Thread-safe.
 
-    The threads of a ThreadPoolExecutor would do all that waits before a process ends, and each
-    piece of it may wait for the store.
+    A ThreadPoolExecutor would finish all queued work before the process exits, and each item may
+    wait for the store.
     """
 
     def __init__(self, name: str, count: int = 1) -> None:
         self._queue: _Queue = SimpleQueue()
         self._is_closed = False
-        self._lock = threading.Lock()  # guards the field above: what is queued is done or cancelled
+        self._lock = threading.Lock()  # guards the field above: queued work is run or cancelled
         self._count = count
         for _ in range(count):
             threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
-        """Have *work* done; after ``close`` return a future that is cancelled. Never raises."""
+        """Queue *work*; after ``close`` return a cancelled future. Never raises."""
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -498,7 +496,7 @@ class DaemonThreads:
         return future
 
     def close(self) -> None:
-        """Cancel what waits, and end the threads after what they do now. Idempotent."""
+        """Cancel queued work, and end the threads after their current item. Idempotent."""
         with self._lock:
             self._is_closed = True
         with suppress(Empty):
@@ -522,4 +520,4 @@ def _run(queue: _Queue) -> None:
 
 def _cancel(future: Future[Any]) -> None:
     future.cancel()
-    future.set_running_or_notify_cancel()  # else nobody that waits learns of it
+    future.set_running_or_notify_cancel()  # wakes waiters

@@ -1,8 +1,8 @@
-"""The one identity that engines give the KV of a model, so that those of the same weights share.
+"""The identity that engines give a model's KV, so that engines with the same weights share it.
 
-An engine says which weights it runs, the settings it runs them with, and what it does otherwise
-than those say. Where nothing is done otherwise, nothing of the engine is in the identity. Works on
-a transformers config by its fields, without importing transformers.
+An engine passes its weights, its settings and its departures from them. Without departures
+nothing of the engine is in the identity. Reads a transformers config by its fields, without
+importing transformers.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kvstore.proto.types import (
 )
 
 SHARED_TYPES = ("llama", "mistral", "qwen2", "qwen3")
-"""Architectures of which engines keep the same K and V: heads, order of elements and rotation."""
+"""Architectures whose K and V are alike in all engines: heads, element order and rotation."""
 SHARED_ROPES = ("default", "linear", "llama3")
-"""Rotations that engines compute alike: SGLang leaves out yarn's ``attention_factor``."""
+"""Rotations that engines compute alike: SGLang omits yarn's ``attention_factor``."""
 _READ_BY_SOME = ("dual_chunk_attention_config", "qk_norm", "bias")
-"""Settings that some engines follow and others do not know."""
+"""Settings that some engines follow and others ignore."""
 NO_ROPE = RopeParameters(0.0, 0, "none")
 
 _IN_CACHE = re.compile(r"/models--([^/]+)/snapshots/[0-9a-f]{40}(/.+)?$")
@@ -46,24 +46,24 @@ _NAME_DIGITS = 8
 _VOLATILE_SETTINGS = (
     "_name_or_path", "dtype", "torch_dtype", "transformers_version", "use_cache",
 )  # fmt: skip
-"""Of a transformers config. Of what type KV is its layers say."""
+"""Config settings left out of the identity; the layer groups state the KV's dtype."""
 _UNSTATED = ("None", "auto", "False", "{}", "[]", "")
-"""What settings are that nobody gave."""
+"""Values of settings that were not given."""
 
 
 @dataclass(frozen=True)
 class Weights:
-    """Which weights an engine runs."""
+    """The weights an engine runs."""
 
     model_id: str
     revision: str
-    """As ``weights_name`` has it."""
+    """See ``weights_name``."""
     folder: Path | None = None
-    """Where the settings and the tokenizer lie, if the revision covers them."""
+    """The folder of the settings and the tokenizer, if the revision covers them."""
 
     @cached_property
     def config(self) -> Any:
-        """The transformers config in the folder; None where none can be read."""
+        """The transformers config in the folder; None if unreadable."""
         if self.folder is None:
             return None
         try:
@@ -77,10 +77,10 @@ class Weights:
 
 
 def weights_of(model: str, stated: str = "", commit: str = "") -> Weights:
-    """Return which weights *model* has, a folder or a hub's name; the rest is of ``weights_name``.
+    """Return the weights of *model*, a folder or a hub name; other arguments as ``weights_name``.
 
-    Copies of a folder under other names have one name, made of what is in it, and the same commit
-    has one name by the hub's name and in its cache. Raises ModelError.
+    Copies of a folder share one name, derived from its content; a commit has the same name by hub
+    name and in the hub's cache. Raises ModelError.
     """
     revision = weights_name(model, stated, commit)
     files, in_cache = weights_files(model), _IN_CACHE.search(model.rstrip("/"))
@@ -90,13 +90,13 @@ def weights_of(model: str, stated: str = "", commit: str = "") -> Weights:
         name = f"{_model_type(folder)}-{weights_sample(files).hex()[:_NAME_DIGITS]}"
     elif not is_exact(stated):
         folder = _cached_folder(model, commit)
-    if in_cache:  # of one commit there may be several: folders of checkpoints, GGUF files
+    if in_cache:  # one commit may hold several: checkpoint folders, GGUF files
         name = in_cache[1].replace("--", "/") + (in_cache[2] or "")
     return Weights(name, revision, folder)
 
 
 def short_name(model: str) -> str:
-    """Return *model* without the path, which two machines may have differently."""
+    """Return *model* without its path, which differs between machines."""
     return Path(model).resolve().name if Path(model).is_dir() else model
 
 
@@ -108,7 +108,7 @@ def _model_type(folder: Path) -> str:
 
 
 def _cached_folder(model: str, commit: str) -> Path | None:
-    """Return where the files of a hub's *model* lie that was downloaded at *commit*."""
+    """Return the cache folder of the hub's *model* at *commit*."""
     try:
         from huggingface_hub import try_to_load_from_cache
 
@@ -120,32 +120,32 @@ def _cached_folder(model: str, commit: str) -> Path | None:
 
 @dataclass(frozen=True, slots=True)
 class Departures:
-    """What an engine does otherwise than the settings beside the weights say."""
+    """How an engine departs from the settings beside the weights."""
 
     engine: str
     stated: dict[str, str] = field(default_factory=dict)
-    """The engine's settings by name, but for those that nobody gave."""
+    """The engine's settings that were given, by name."""
     adapter_digest: str = "none"
     quantization: str = "none"
     tokenizer: str = OWN_TOKENIZER
 
 
 def stated(settings: Mapping[str, Any]) -> dict[str, str]:
-    """Return what somebody gave of *settings*, in words."""
+    """Return those of *settings* that were given, as text."""
     words = {name: in_words(value) for name, value in settings.items()}
     return {name: word for name, word in words.items() if word not in _UNSTATED}
 
 
 def in_words(value: Any) -> str:
-    """Return *value* in words; of a file, which may change under its path, what it holds."""
-    # What has a brace is JSON, and may be too long for a path.
+    """Return *value* as text; a path becomes its file's digest, because the file may change."""
+    # A value with a brace is JSON, and may be too long for a path.
     if isinstance(value, str) and value and "{" not in value and Path(value).is_file():
         return f"file:{files_digest([Path(value)]).hex()}"
     return str(value)
 
 
 def computed_in(dtype: Any, groups: Sequence[LayerGroup]) -> dict[str, str]:
-    """Return the type of elements that an engine computes in, where it keeps them in another."""
+    """Return the dtype an engine computes in, if it differs from the dtype of its KV."""
     name = str(dtype).removeprefix("torch.")
     return {} if all(group.dtype.name == name for group in groups) else {"computed in": name}
 
@@ -157,11 +157,11 @@ def identity_of(
     config: Any,
     departures: Departures,
 ) -> Model:
-    """Return what makes the KV of *weights* interchangeable with other KV.
+    """Return the identity under which KV of *weights* is interchangeable.
 
-    *config*: the transformers config that the engine runs with; None where it is not known.
-    Engines share where it is that of the weights, they depart in nothing, and layers keep K and V
-    of every token in an architecture of SHARED_TYPES; any other KV is the engine's own.
+    *config*: the transformers config that the engine runs with; None if unknown. Engines share KV
+    if *config* is that of the weights, there are no departures, and the architecture is one of
+    SHARED_TYPES with K and V of every token; otherwise the KV is the engine's own.
     """
     is_plain = all(group.kind is LayerKind.attention for group in groups)
     own, running = _facts(weights.config), _facts(config)
@@ -196,7 +196,7 @@ def _facts(config: Any) -> str | None:
 
 
 def own_rope(config: Any) -> RopeParameters:
-    """Return the rotation that *config* states; NO_ROPE where it is not known, or None."""
+    """Return the rotation that *config* states; NO_ROPE if unknown or *config* is None."""
     try:
         return rope_parameters(config)
     except ModelError:
@@ -206,15 +206,15 @@ def own_rope(config: Any) -> RopeParameters:
 # --- weights and their files
 
 WEIGHTS = ("*.safetensors", "*.bin", "*.pt", "*.pth", "*.gguf")
-"""Files that hold weights."""
+"""Patterns of weight files."""
 TOKENIZERS = ("tokenizer.json", "tokenizer.model", "vocab.json", "merges.txt", "tekken.json")
-"""Files that say what token ids stand for."""
+"""Files that define token ids."""
 SAMPLE_STRIDE = 1 << 20
-"""A sample has the first so many bytes of a file, and SAMPLED of each so many that follow."""
+"""A sample has a file's first SAMPLE_STRIDE bytes, and SAMPLED bytes of each later stride."""
 SAMPLED = 64
 
 EPOCH_BYTES = 16
-"""Random bytes that name weights of which nobody says what they are."""
+"""Random bytes that name otherwise unnamed weights."""
 _ADAPTER_FILES = ("*.safetensors", "*.bin", "*.pt", "adapter_config.json")
 
 _HEXADECIMAL = re.compile(r"(?<![0-9a-z])[0-9a-f]{7,}(?![0-9a-z])")
@@ -225,9 +225,9 @@ _Marks: TypeAlias = tuple[tuple[Path, int, int], ...]
 
 
 def is_exact(revision: str) -> bool:
-    """Return whether *revision* has a commit or a digest in it: seven hexadecimal digits or more.
+    """Return whether *revision* contains a commit or a digest: seven or more hexadecimal digits.
 
-    Branches and tags move, and dates and numbers of steps are given to more than one model.
+    Branches and tags move, and several models share a date or a step number.
     """
     found = _HEXADECIMAL.findall(revision.lower())
     return any(
@@ -236,12 +236,12 @@ def is_exact(revision: str) -> bool:
 
 
 def weights_name(model: str, stated: str = "", commit: str = "") -> str:
-    """Return a name of the weights of *model*, a folder or a name, that changes when they do.
+    """Return a name for the weights of *model*, a folder or hub name, that changes when they do.
 
-    *stated*: the revision that a user gave. An exact one is taken, of a folder with a sample of
-    its files; another is resolved: to the commit in the path of a Hugging Face cache, to a digest
-    of a folder's files, to the *commit* that a hub's model was downloaded at. Raises ModelError
-    for weights that none of this names.
+    *stated*: the revision given by the user. An exact one is used as is, for a folder with a
+    sample of its files; any other is resolved: to the commit in a Hugging Face cache path, to a
+    digest of a folder's files, or to the *commit* that was downloaded. Raises ModelError if none
+    of these applies.
     """
     files = weights_files(model)
     if is_exact(stated):
@@ -262,7 +262,7 @@ def weights_name(model: str, stated: str = "", commit: str = "") -> str:
 
 
 def weights_files(model: str) -> list[Path]:
-    """Return the files of weights in a folder, and of their settings and tokenizer; else none."""
+    """Return a folder's weight, settings and tokenizer files; [] if *model* is no such folder."""
     folder = Path(model)
     if not model or not folder.is_dir():
         return []
@@ -274,7 +274,7 @@ def weights_files(model: str) -> list[Path]:
 
 
 def weights_sample(files: Sequence[Path]) -> bytes:
-    """Return a digest of the names and sizes of *files*, and of some of what each holds."""
+    """Return a digest of the names, sizes and sampled bytes of *files*."""
     return _sample(_marks(files))
 
 
@@ -316,16 +316,16 @@ def adapter_files(folder: str) -> list[Path]:
     return files
 
 
-# --- pages of bytes, whose tokens are an engine's to know
+# --- pages of opaque bytes: only the engine knows their tokens
 
 BYTE_ROWS = MIN_CHUNK_TOKENS
-"""Such a page is stored as so many rows of one layer."""
+"""A page is stored as BYTE_ROWS rows of one layer."""
 
 
 def byte_group(page_bytes: int, field: str, name: str = "") -> LayerGroup:
-    """Return the layers of pages of so many bytes.
+    """Return the layer group of pages of *page_bytes* bytes.
 
-    Raises ModelError, of what *field* calls *name*, where they fill no rows.
+    Raises ModelError, with *field* and *name*, unless they divide into BYTE_ROWS rows.
     """
     if page_bytes % BYTE_ROWS or not page_bytes:
         fix = f"pages of {page_bytes} bytes: a multiple of {BYTE_ROWS} is stored"
@@ -334,14 +334,14 @@ def byte_group(page_bytes: int, field: str, name: str = "") -> LayerGroup:
 
 
 def byte_tensors(page: Any) -> LayerTensors:
-    """Return *page*, an array or a tensor of bytes, as the tensors of a chunk, which alias it.
+    """Return *page*, an array or tensor of bytes, as a chunk's tensors, which alias it.
 
-    Raises ValueError or torch's RuntimeError for one whose bytes do not follow each other.
+    Raises ValueError or torch's RuntimeError if *page* is not contiguous.
     """
     if not isinstance(page, np.ndarray):
         return [[[page.view(1, BYTE_ROWS, -1)]]]
     rows = page.reshape(1, BYTE_ROWS, -1)
-    if not np.shares_memory(rows, page):  # what is read into a copy would be lost
+    if not np.shares_memory(rows, page):  # data read into a copy would be lost
         raise ValueError("the bytes of a page have to follow each other")
     return [[[rows]]]
 
@@ -351,7 +351,7 @@ def byte_tensors(page: Any) -> LayerTensors:
 
 @dataclass(frozen=True, slots=True)
 class EngineSettings:
-    """Settings that every connector takes, by name, in the configuration of its engine."""
+    """Settings that every connector accepts, by name, in its engine's configuration."""
 
     address: str = "127.0.0.1:7420"
     model_revision: str = ""
@@ -372,7 +372,7 @@ class EngineSettings:
                 raise InvalidRequestError(one.name, value, f"give a value of type {kind.__name__}")
 
     def options(self, chunk_tokens: int, **more: Any) -> ClientOptions:
-        """Return a client's options; *more* are those that are no settings here."""
+        """Return a client's options; *more* are options without a setting here."""
         texts = (self.tls_ca, self.tls_cert, self.tls_key, self.token_file)
         ca, cert, key, token = (Path(text) if text else None for text in texts)
         access = Access(ca=ca, cert=cert, key=key, token_file=token)

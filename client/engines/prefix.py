@@ -1,4 +1,4 @@
-"""What a load asks for and what it brought: spans of a prompt, the copies allowed, the prefix."""
+"""A load's request and result: spans of a prompt, the copies allowed, the prefix."""
 
 from __future__ import annotations
 
@@ -17,49 +17,49 @@ from kvstore.proto.types import Accuracy, KVLayout, Stated
 Span: TypeAlias = tuple[int, int]
 """First token of a chunk, and the one after its last."""
 Source: TypeAlias = Callable[[Span], LayerTensors]
-"""Returns the tensors of one span, without copying if it can."""
+"""Returns the tensors of one span, without a copy if possible."""
 
 
 class About(NamedTuple):
-    """What there is to say of a chunk beside its tensors: see ``Chunk``."""
+    """A chunk's metadata beside its tensors: see ``Chunk``."""
 
     layout: KVLayout | None = None
     importance: Importance | None = None
 
 
 AboutOf: TypeAlias = Callable[[Span], About]
-"""Returns what there is to say of the chunk at a span."""
+"""Returns the metadata of the chunk at a span."""
 
 
 @dataclass(frozen=True, slots=True)
 class Prefix:
-    """What a load brought."""
+    """The result of a load."""
 
     stored_tokens: int = 0
-    """What was read."""
+    """Tokens read."""
     hit_tokens: int = 0
-    """What the engine skips of them: it computes the prompt's last token at least."""
+    """Tokens the engine skips: it computes at least the prompt's last token."""
     tier_tokens: Mapping[str, int] = field(default_factory=dict)
-    """``hit_tokens`` by the tier they were on."""
+    """``hit_tokens`` by tier."""
     shared_tokens: int = 0
-    """How far other prompts went the same way, where a model's states decide what is a hit."""
+    """Tokens shared with other prompts, even where a model's states prevent a hit."""
     lossy_tokens: int = 0
-    """Of ``stored_tokens``, those from the first chunk on that was read from a lossy copy."""
+    """The ``stored_tokens`` from the first lossy chunk on."""
     codecs: frozenset[str] = frozenset()
-    """Of copies that state no bound among what was read."""
+    """Codecs of the approximate copies read."""
     tiers: Sequence[str] = field(default=(), compare=False)
-    """Where each chunk was."""
+    """The tier of each chunk."""
 
     @property
     def exact_tokens(self) -> int:
-        """The tokens before any that was read from a lossy copy: only these may be stored."""
+        """The tokens before the first lossy chunk: only these may be stored."""
         return self.stored_tokens - self.lossy_tokens
 
     @classmethod
     def of(
         cls, spans: Sequence[Span], tiers: Sequence[str], prompt_tokens: int, shared_tokens: int = 0
     ) -> Prefix:
-        """Return the prefix of the chunks at *spans*, which came from *tiers*."""
+        """Return the prefix of the chunks at *spans*, read from *tiers*."""
         tier_tokens: Counter[str] = Counter()
         for (start, stop), tier in zip(spans, tiers, strict=True):
             tier_tokens[tier] += min(stop, prompt_tokens - 1) - start
@@ -70,22 +70,22 @@ class Prefix:
 
 @dataclass(frozen=True, slots=True)
 class Asked:
-    """A load: tokens of its prompt, whether a part of what is there is of no use, its deadline."""
+    """A load: its prompt's tokens, whether a partial hit is useless, its deadline."""
 
     tokens: int
     whole: bool = False
     within: Deadline | None = None
 
 
-# --- which copies an engine reads, and which of those that came it uses
+# --- which copies an engine reads, and which of them it uses
 
 _ACCURACIES = {one.name: one for one in reversed(Accuracy)}
 
 
 def least_of(accuracy: str) -> Accuracy:
-    """Return the least accuracy of what *accuracy* allows to be read.
+    """Return the least accuracy that *accuracy* allows.
 
-    Raises InvalidRequestError for what is none.
+    Raises InvalidRequestError for an unknown name.
     """
     if not isinstance(accuracy, str) or accuracy not in _ACCURACIES:
         raise InvalidRequestError("accuracy", accuracy, f"use {', '.join(_ACCURACIES)}")
@@ -93,15 +93,15 @@ def least_of(accuracy: str) -> Accuracy:
 
 
 class Allowed(NamedTuple):
-    """The copies that a prompt may be read from: those of ``least`` or better; of those without a
-    bound, those that one of ``codecs`` made.
+    """The copies that a prompt may be read from: at least ``least``; approximate ones only of
+    ``codecs``.
     """
 
     least: Accuracy
     codecs: frozenset[str] = frozenset()
 
     def count(self, stated: Sequence[Stated]) -> int:
-        """Return how many of the first chunks are from such copies, which state *stated*."""
+        """Return how many of the leading chunks, described by *stated*, are allowed."""
         others = (
             at
             for at, one in enumerate(stated)
@@ -114,5 +114,5 @@ ONLY_EXACT = Allowed(Accuracy.exact)
 
 
 def exact_count(stated: Sequence[Stated]) -> int:
-    """Return how many of the first chunks are exact, whose copies state *stated*."""
+    """Return how many of the leading chunks, described by *stated*, are exact."""
     return len(list(takewhile(lambda one: one.accuracy is Accuracy.exact, stated)))

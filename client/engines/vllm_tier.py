@@ -1,15 +1,15 @@
-"""A tier below vLLM's own CPU offloading: chunks of its primary tier from and to a store.
+"""A tier below vLLM's own CPU offloading: moves chunks between its primary tier and a store.
 
     "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
       "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1000000000,
       "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.client.engines.vllm_tier",
                            "model_revision": "8f2c1d4"}]}
 
-Releases below 0.28 take no tier by its module; they find it with ``"spec_name":
-"StoreTieringSpec", "spec_module_path": "kvstore.client.engines.vllm_tier"``.
+Releases below 0.28 do not load a tier by module; use ``"spec_name": "StoreTieringSpec",
+"spec_module_path": "kvstore.client.engines.vllm_tier"``.
 
-vLLM copies between its pages and the primary tier, names chunks by its own hashes, and hands
-over whole chunks of all ranks as bytes. They are stored as such, so only engines of the same
+vLLM copies between its pages and the primary tier, identifies chunks by its own hashes, and
+passes whole chunks of all ranks as bytes. They are stored as such, so only engines of the same
 layout share them.
 """
 
@@ -44,18 +44,18 @@ from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, Model
 __all__ = ["KVStoreTier", "StoreTieringSpec"]
 
 STORAGE_MEDIUM: Any = getattr(getattr(offload, "Medium", None), "STORAGE", None)
-"""What a tier below vLLM's offloading says that it is; 0.26 has no such thing."""
+"""The medium of a tier below vLLM's offloading; 0.26 has none."""
 TELLS_KEYS_THAT_CAME = "successful_keys" in JobResult.__dataclass_fields__
-"""Whether a tier can say that part of a promotion came; below 0.28 all of it fails."""
+"""Whether a tier can report a partial promotion; below 0.28 all of it fails."""
 
 
 def job_rows(job: Any) -> Any:
-    """Return the places in vLLM's CPU memory of a tier's *job*; below 0.30 they were blocks."""
+    """Return the CPU memory rows of a tier's *job*; below 0.30 vLLM calls them blocks."""
     return job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
 
 
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
-    """Looks up in a thread of vLLM's what its scheduler asks of a step."""
+    """Runs the lookups of vLLM's scheduler steps in a vLLM thread."""
 
     def __init__(
         self, tier_type: str, connector: Connector, digest: Callable[[bytes], ChainDigest]
@@ -65,8 +65,8 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         super().__init__(tier_type)
 
     def batch_lookup(self, keys: Sequence[bytes], req_context: Any) -> Iterable[bool]:
-        """Say of each of *keys* whether it is stored. They are no prefix: of several kinds of
-        layers vLLM asks in turn, and of sliding windows from the end.
+        """Return for each of *keys* whether it is stored. They are no prefix: vLLM looks up each
+        kind of layer in turn, and sliding windows from the end.
         """
         connector, digests = self._connector, [self._digest(key) for key in keys]
 
@@ -81,7 +81,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         return [at < count or bytes(one) in found for at, one in enumerate(digests)]
 
     def note_lost(self, keys: Collection[bytes]) -> None:
-        """Promote keys no more for requests that asked for them: that failed."""
+        """Mark *keys*, whose promotion failed, as misses for the requests that need them."""
         if hasattr(self, "mark_miss"):
             self.mark_miss(keys)
             return
@@ -91,11 +91,11 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
 
 class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
-    """One engine's tier. For vLLM's scheduler thread; whatever fails is a miss or a job failed.
+    """One engine's tier, for vLLM's scheduler thread. A failure is a miss or a failed job.
 
-    *model_revision* names the weights, as a commit or a digest, and has to be given: vLLM does not
-    tell a tier where they come from. It names adapters by their names, so change it when one of
-    them changes.
+    *model_revision*, required, is a commit or digest of the weights: vLLM does not pass their
+    origin to a tier. vLLM identifies adapters by name, so change *model_revision* when an
+    adapter changes.
     """
 
     medium: ClassVar[Any] = STORAGE_MEDIUM
@@ -110,7 +110,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     ) -> None:
         detector = () if backpressure_detector is None else (backpressure_detector,)
         super().__init__(offloading_spec, primary_kv_view, tier_type, *detector)
-        settings.pop("module_path", None)  # below 0.28 it is handed on
+        settings.pop("module_path", None)  # below 0.28 vLLM passes it on
         stated = VllmSettings.of(settings)
         if least_of(stated.accuracy) is not Accuracy.exact:
             fix = "use exact: vLLM does not say behind which chunk another was computed"
@@ -138,16 +138,16 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._changes = threading.Condition()  # guards the three fields above
 
     def lookup(self, key: bytes, req_context: Any) -> LookupResult:
-        """Say whether a chunk is stored, or that it is not known yet."""
+        """Return whether a chunk is stored; RETRY while unknown."""
         found = self._lookups.lookup(key, req_context)
         if found is None:
             return LookupResult.RETRY
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Begin to store chunks, which vLLM keeps in place until the job is over.
+        """Start to store chunks, which vLLM keeps in place until the job ends.
 
-        It fails where it is too much beside others that wait; alone any job has room.
+        The job fails if it exceeds the queue beside waiting jobs; alone any job is accepted.
         """
         with self._changes:
             is_full = self._waiting and self._waiting + len(job_metadata.keys) > self._room
@@ -157,7 +157,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
             self._submit(self._store, job_metadata)
 
     def submit_load(self, job_metadata: Any) -> None:
-        """Begin to load chunks into the places that vLLM keeps for them."""
+        """Start to load chunks into the rows that vLLM reserved for them."""
         self._submit(self._load, job_metadata)
 
     def _submit(self, work: Callable[[Any], None], job: Any) -> None:
@@ -168,7 +168,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         )
 
     def _fail_cancelled(self, job: Any, done: Future[None]) -> None:
-        """End a job that ``shutdown`` left undone."""
+        """End a job that ``shutdown`` cancelled."""
         if done.cancelled():
             self._end(job, ())
 
@@ -207,27 +207,27 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return finished
 
     def has_pending_work(self) -> bool:
-        """Whether jobs are under way."""
+        """Return whether jobs are in progress or unreported."""
         with self._changes:
             return bool(self._waiting or self._finished)
 
     def on_new_request(self, req_context: Any) -> RequestOffloadingContext:
-        """Want each chunk as it is filled."""
+        """Accept each chunk as it is filled."""
         return RequestOffloadingContext()
 
     def on_request_finished(self, req_context: Any) -> None:
-        """Forget what was looked up for a request."""
+        """Drop a request's lookups."""
         self._lookups.cleanup(req_context.req_id)
 
     def on_schedule_end(self, context: Any) -> None:
-        """Have the lookups of a step made."""
+        """Start the lookups of a step."""
         self._lookups.flush()
 
     def drain_jobs(self) -> None:
-        """Wait until every job is over: each is bounded by the client's deadline.
+        """Wait until every job ends: each is bounded by the client's deadline.
 
-        vLLM does this to reset its caches, which it does when weights change, and a tier learns of
-        that in no other way: so nothing that was stored before is loaded afterwards.
+        vLLM calls this to reset its caches, as when weights change, and a tier gets no other sign
+        of that: so chunks stored before are never loaded afterwards.
         """
         with self._changes:
             self._changes.wait_for(lambda: not self._waiting)
@@ -237,7 +237,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return ChainDigest(blake3(self._epoch + bytes(key)).digest(length=DIGEST_BYTES))
 
     def shutdown(self) -> None:
-        """End the threads and the clients."""
+        """Stop the threads and close the clients."""
         self._lookups.shutdown()
         with self._changes:
             self._changes.wait_for(lambda: not self._waiting, SHUTDOWN_S)
@@ -257,7 +257,7 @@ def tier_model(config: Any, chunk_bytes: int, model_revision: str) -> Model:
     parallel = config.parallel
     layout = {
         "dtype": config.model.dtype,
-        # What a release does not state is none of another's.
+        # None where a release does not state it.
         "layout": getattr(config, "kv_cache_layout", None),
         "canonical": getattr(config, "canonical_layout", None),
         "groups": [

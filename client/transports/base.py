@@ -30,7 +30,7 @@ from kvstore.proto.types import Accuracy, ChunkKey, ChunkShard, PutOutcome
 
 @dataclass(frozen=True, slots=True)
 class Put:
-    """What became of one chunk, and why when it was not stored."""
+    """The outcome of one chunk, and the reason if it was not stored."""
 
     outcome: PutOutcome
     reason: str = ""
@@ -38,11 +38,11 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What to read of the chunks with *digests*, one after another, and by when: whole frames in
-    their order, up to the first missing or late one; or one of two other forms.
+    """What to read of the chunks with the concatenated *digests*, and the deadline: whole frames in
+    order, up to the first missing or late one; or one of two other forms.
 
-    A chunk of which there are only copies of lower accuracy than ``minimum`` is missing. With a
-    ``lease_id`` of 0 a lease is taken until the read is left.
+    A chunk with only copies less accurate than ``minimum`` is missing. With a ``lease_id`` of 0 a
+    lease is taken until the read is left.
     """
 
     digests: bytes
@@ -50,25 +50,25 @@ class ReadPlan:
     deadline_ms: int
     minimum: Accuracy = Accuracy.exact
     layer_major: bool = False
-    """Layer by layer, without the rows that are ``skipped``, where frames come in parts."""
+    """Layer by layer, without ``skipped`` rows, if frames arrive in parts."""
     skipped: SkippedRows | None = None
     ranges: Sequence[pb.FrameRange] = ()
-    """Only these bytes of frames as they lie on a tier, those of a chunk together. What is not
-    there, or not in time, does not come.
+    """Only these bytes of frames as stored on a tier, grouped by chunk. Missing or late ones are
+    left out.
     """
     direct: Direct | None = None
-    """What takes the parts of frames that come in parts."""
+    """Returns the receiver of a frame that arrives in parts."""
     no_lease: bool = False
-    """Frames in memory of this host need no lease. One that was replaced while it was read raises
-    LeaseExpiredError then: read it again with one.
+    """Frames in memory of this host need no lease. A frame replaced during the read then raises
+    LeaseExpiredError: read it again with a lease.
     """
 
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """What a read brings: ``frames``, or parts of them, iterated once. ``is_layered``: parts come
-    layer by layer, without skipped rows. ``end`` has who waits for the next get an error; any
-    thread may call it.
+    """The data of a read: ``frames``, or parts of them, iterated once. ``is_layered``: parts arrive
+    layer by layer, without skipped rows. ``end`` makes a wait for the next one raise; any thread
+    may call it.
     """
 
     frames: Iterator[Arrival]
@@ -78,14 +78,14 @@ class Arrivals:
 
 @dataclass(frozen=True, slots=True)
 class PutTerms:
-    """How a put is to be done. All of it has to be over within ``within_ms``."""
+    """Options of a put. The whole put has to end within ``within_ms``."""
 
     durable: bool
     within_ms: int
     hints: Hints = NO_HINTS
 
     def request(self, session: Session) -> pb.PutRequest:
-        """Return what opens a put."""
+        """Return the opening message of a put."""
         return pb.PutRequest(
             session_id=session.terms.session_id,
             durable=self.durable,
@@ -96,8 +96,8 @@ class PutTerms:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """What is known of the frame of a chunk, and the tensors to encode: all of it, or what one rank
-    has, its *shard*.
+    """The header fields of a chunk's frame, and the tensors to encode: all of it, or the *shard* of
+    one rank.
     """
 
     template: FrameTemplate
@@ -112,8 +112,8 @@ class Outgoing:
         return raw_frame_bytes(self.template.layout)
 
     def encode(self, out: Bytes, flags: int = 0) -> None:
-        """Write the raw frame into *out*, with *flags* in its header; that of a shard is always
-        summed, and without.
+        """Write the raw frame into *out*, with *flags* in its header; a shard's frame always has
+        checksums and no flags.
         """
         if self.shard is not None:
             encode_shard(self.template, self.shard, self.tensors, out)
@@ -124,8 +124,8 @@ class Outgoing:
     def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
         """Return the raw frame in pieces, the first of which is its header.
 
-        They are what the tensors have; where that is strided, in blocks or a shard, it is encoded
-        into *room* of so many bytes.
+        They are the tensors' own memory; if that is strided, in blocks or a shard, the frame is
+        encoded into a buffer from *room*, which is called with its size.
         """
         found = RAW.pieces(self.template, self.tensors) if self.shard is None else []
         if found:
@@ -136,7 +136,7 @@ class Outgoing:
 
 
 def cut_header(frame: Bytes) -> list[Bytes]:
-    """Return the header of a whole frame, and what follows."""
+    """Return the header of a whole frame, and the rest."""
     end = stated_header_bytes(frame)
     return [frame[:end], frame[end:]]
 
@@ -152,11 +152,11 @@ class Transport(ABC):
     def __init__(self, session: Session) -> None:
         self.session = session
         self.calls: Connection | UnixRpc = session.connection
-        """Where control calls go."""
+        """The channel of control calls."""
         self.pool: Pool[Any] | None = None
-        """Connections of its own."""
+        """The transport's own connections."""
         self.is_spent = False
-        """Its session has to be replaced, though the server still knows it."""
+        """Its session has to be replaced, though the server still has it."""
 
     @abstractmethod
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
@@ -164,11 +164,11 @@ class Transport(ABC):
 
     @abstractmethod
     def read(self, plan: ReadPlan) -> AbstractContextManager[Arrivals]:
-        """Enter for what *plan* brings: read it before this is left."""
+        """Enter for the data of *plan*, which is valid until this is left."""
 
     def request(self, plan: ReadPlan, via: pb.Via) -> pb.GetRequest:
         """Return the request for *plan*."""
-        # None stated means exact.
+        # 0, the field's default, means exact.
         least = 0 if plan.minimum is Accuracy.exact else accuracy_number(plan.minimum)
         return pb.GetRequest(
             session_id=self.session.terms.session_id,
@@ -183,7 +183,7 @@ class Transport(ABC):
         )
 
     def release(self, leases: Iterable[int], deadline_ms: int, hints: Hints = NO_HINTS) -> None:
-        """End *leases*. One whose release does not arrive ends with its session or its time."""
+        """End *leases*. On failure they end with their session or expire."""
         request = pb.ReleaseRequest(
             session_id=self.session.terms.session_id,
             lease_ids=leases,
@@ -197,32 +197,31 @@ class Transport(ABC):
         return is_silent(self.session.connection, self.session.pace_s)
 
     def hang_up(self) -> None:
-        """End what waits for the server, and open the breaker."""
+        """End the waits for the server, and open the breaker."""
         self.session.connection.hang_up()
         if self.pool is not None:
             self.pool.hang_up(DeadlineError("the server hangs"))
 
     def viewer(self, rows: bytes, keys: Sequence[ChunkKey]) -> View:
-        """Return what shows the leased *keys*, whose places are *rows*, where they lie.
-
-        None of them, where memory is not shared.
+        """Return the views of the leased *keys*, whose places are *rows*, by index; None each if
+        memory is not shared.
         """
         return lambda index: None
 
     def close(self) -> None:
-        """Release what the transport holds. Idempotent."""
+        """Release the transport's resources. Idempotent."""
         if self.pool is not None:
             self.pool.close()
 
     def leave(self) -> None:
-        """In a child: have what is the parent's be of no use here. Sends nothing."""
+        """In a child: disable what is the parent's. Sends nothing."""
         self.is_spent = True
         if self.pool is not None:
             self.pool.leave()
 
 
 def arrival_of(reply: pb.GetResponse) -> Arrival:
-    """Return the part of a frame that a reply brought."""
+    """Return the part of a frame in a reply."""
     part = reply.part
     data = as_bytes(part.data)
     return Arrival(reply.index, reply.tier, part.frame_bytes, data, offset=part.offset)
@@ -230,8 +229,8 @@ def arrival_of(reply: pb.GetResponse) -> Arrival:
 
 @contextmanager
 def read_layers(transport: Transport, plan: ReadPlan) -> Iterator[Iterator[Arrival]]:
-    """Enter for the frames of *plan*, to be read layer by layer: whole ones that are in reach, or
-    each as a LayeredFrame once its header is here.
+    """Enter for the frames of *plan*, to be read layer by layer: whole frames in memory or files,
+    or LayeredFrames, each once its header has arrived.
     """
     with transport.read(replace(plan, layer_major=True)) as arriving:
         if arriving.is_layered:

@@ -1,4 +1,4 @@
-"""The grpc transport: frames in messages of 1 MB, from anywhere to anywhere."""
+"""The grpc transport: frames in messages of 1 MB, between any hosts."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
-"""PeerReads: chunks in the memory of other servers, read from there and not by way of our own.
+"""PeerReads: chunks read directly from the memory of other servers, not through the own one.
 
-Our own server says who there are and lets us in to them, before we read anything where they are
-few; it stays the one to ask for whatever does not come.
+The own server lists the others and grants access to them, at session start if they are few. It
+serves whatever they do not deliver.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from kvstore.proto.types import DIGEST_BYTES
 
 TIER = "peer"
 MAX_LENDERS = 16
-"""Servers to which there are connections; the one that was learned of first goes."""
+"""Servers to connect to; the oldest entry is evicted."""
 SILENCE_S = 0.25
-"""For the next bytes; past it our own server is asked."""
+"""Timeout of the next bytes, before the own server is used."""
 AGAIN_S = 30.0
-"""A server that did not let us in, or did not send what it should, is left alone for."""
+"""How long a server that refused access or failed to deliver is skipped."""
 
 
 @dataclass(slots=True)
 class _Lender:
-    """Another server; ``streams`` where it let us in. ``due_s``: monotonic seconds from which on we
-    ask to be let in, or anew; never while we are asking.
+    """Another server; ``streams`` if it granted access. ``due_s``: when to request access (again),
+    in monotonic seconds; infinite during a request.
     """
 
     due_s: float = -math.inf
@@ -53,7 +53,7 @@ class PeerReads:
         self._lock = threading.Lock()
 
     def numbers(self) -> list[int]:
-        """Return those to which there is a connection now."""
+        """Return the servers with a ready connection."""
         self.note(self._session.peers)
         with self._lock:
             known = [(number, one.streams) for number, one in self.lenders.items() if one.streams]
@@ -61,7 +61,7 @@ class PeerReads:
         return [number for number, streams in known if streams.is_ready()]
 
     def note(self, numbers: Iterable[int]) -> None:
-        """Our server says that these have chunks which we read: be let in, in the background."""
+        """Request access, in the background, to servers that have chunks this client reads."""
         if not self._session.options.read_peers:
             return
         for number in numbers:
@@ -76,7 +76,7 @@ class PeerReads:
             ).start()
 
     def _has_room(self, number: int) -> bool:
-        """Whether there may be another; the one that was learned of first goes for it."""
+        """Whether another may be added; evicts the oldest if needed."""
         if number not in self.lenders and len(self.lenders) >= MAX_LENDERS:
             first = next((n for n, one in self.lenders.items() if one.due_s < math.inf), None)
             if first is None:
@@ -113,7 +113,7 @@ class PeerReads:
         )
         entrance = Entrance(reply.bulk_address, reply.bulk_certificate, guest)
         streams = streams_to(entrance, SILENCE_S)
-        with in_use(streams, streams.take(DIAL_S)):  # to see that it can be reached
+        with in_use(streams, streams.take(DIAL_S)):  # checks that it can be reached
             pass
         return _Lender(asked_at + reply.valid_ms / 2000, streams, reply.session_id)
 
@@ -124,8 +124,8 @@ class PeerReads:
     def read(
         self, number: int, first: int, digests: bytes, direct: Direct, deadline: float
     ) -> Generator[Arrival, None, int | None]:
-        """Yield the frames with *digests*, which are those from the *first* of a get on and which
-        server *number* has, in order; return the first chunk that did not come, if one did not.
+        """Yield the frames with *digests* from server *number*, in order; *first* is the index of
+        the first one in the get. Return the index of the first that did not arrive, or None.
 
         Raises nothing. *direct* as in a ReadPlan; *deadline* in monotonic seconds.
         """
@@ -155,15 +155,15 @@ class PeerReads:
                     yield replace(frame, index=first + frame.index, tier=TIER)
                 assembler.end(stream.frames)
         except (TierUnavailableError, QuotaExceededError):
-            pass  # it has too many at once, or has just started anew
+            pass  # it is overloaded, or has just restarted
         except KVStoreError:
             self._leave_alone(lender)
         came = assembler.next_index
         return first + came if came < len(digests) // DIGEST_BYTES else None
 
     def leave(self) -> None:
-        """In a child: do without the parent's connections."""
-        self._lock = threading.Lock()  # another thread may have had it
+        """In a child: drop the parent's connections."""
+        self._lock = threading.Lock()  # another thread may have held it
         self._is_closed = True
         for lender in self.lenders.values():
             if lender.streams is not None:
@@ -171,7 +171,7 @@ class PeerReads:
         self.lenders.clear()
 
     def close(self) -> None:
-        """Hang up on all; gets at work go on by way of our own server. Idempotent."""
+        """Close all connections; gets in progress use the own server. Idempotent."""
         with self._lock:
             self._is_closed = True
             lenders = list(self.lenders.values())

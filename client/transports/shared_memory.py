@@ -1,4 +1,4 @@
-"""The shm transport: frames through memory that server and client share on one host."""
+"""The shm transport: frames through memory shared by server and client on one host."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ _MAX_FILES = 256
 
 
 def can_share_memory(session: Session) -> bool:
-    """Whether the server runs on this host and listens on a socket that we may use."""
+    """Whether the server runs on this host and its socket is accessible."""
     terms = session.terms
     return bool(
         terms.socket_path
@@ -66,10 +66,10 @@ def can_share_memory(session: Session) -> bool:
 
 
 class ShmTransport(Transport):
-    """Gets read sealed slabs of the server; puts go through staging memory of ours.
+    """Gets read sealed slabs of the server; puts go through the client's staging memory.
 
-    Raises TierUnavailableError at birth when the server does not take part, DeadlineError when it
-    does not answer within *within_s*.
+    The constructor raises TierUnavailableError when the server refuses, DeadlineError when it does
+    not answer within *within_s*.
     """
 
     name = "shm"
@@ -95,7 +95,7 @@ class ShmTransport(Transport):
         self.slabs = Slabs(self._socket)
         self._peers = PeerReads(session)
         self._peers.note(session.peers)
-        # One put at a time owns the staging memory, over its copies by design.
+        # One put at a time owns the staging memory; held during its copies by design.
         self._put_lock = threading.Lock()
 
     @override
@@ -117,8 +117,8 @@ class ShmTransport(Transport):
             try:
                 return pipeline.run(chunks)
             finally:
-                # Written to again, it would change what the server is copying, and sums as it
-                # copies: wrong bytes with right checksums.
+                # Rewriting it would change what the server copies and sums meanwhile: wrong bytes
+                # with right checksums.
                 self.is_spent = pipeline.may_be_read
         finally:
             self._put_lock.release()
@@ -139,13 +139,13 @@ class ShmTransport(Transport):
                 yield Arrivals(self._frames(replies, plan))
 
     def replies(self, stack: ExitStack, request: pb.GetRequest) -> Iterator[pb.GetResponse]:
-        """Yield the replies of a get. With *stack* it ends, and so does a lease of its own."""
+        """Yield the replies of a get. *stack* ends it and its own lease."""
         until, leases = Until(request.deadline_ms), {0, request.lease_id}
         calls = self.rpc.stream("Get", request, request.deadline_ms)
 
         def release(lease_id: int) -> None:
             calls.close()
-            self.release([lease_id], until.left_ms(1))  # who reads may be slow
+            self.release([lease_id], until.left_ms(1))  # the reader may be slow
 
         stack.enter_context(closing(calls))
         for reply in calls:
@@ -157,7 +157,7 @@ class ShmTransport(Transport):
     def _with_peers(
         self, stack: ExitStack, request: pb.GetRequest, plan: ReadPlan
     ) -> Iterator[Arrival]:
-        """Yield what *request* brings. What another server did not send comes by way of ours."""
+        """Yield the frames of *request*; the own server sends those that another did not."""
         until = Until(plan.deadline_ms)
         request.peers.extend(self._peers.numbers())
         first: int | None = 0
@@ -174,10 +174,10 @@ class ShmTransport(Transport):
         first: int = 0,
         until: Until | None = None,
     ) -> Generator[Arrival, None, int | None]:
-        """Yield what *replies* of a get of the chunks from the *first* on put in reach.
+        """Yield the frames that *replies* of a get of the chunks from *first* on name or contain.
 
-        What lies with other servers is read from there with *until*, by when that is over. Return
-        the first chunk that one of them should have sent and did not, if one did not.
+        With *until*, the deadline, frames on other servers are read from there. Return the first
+        chunk that another server failed to send, or None.
         """
         assembler: FrameAssembler | None = None
         index = first
@@ -209,7 +209,7 @@ class ShmTransport(Transport):
     def _arrival(self, index: int, tier: str, place: Place) -> Arrival:
         size_bytes = place.size_bytes
         if place.reach == Reach.file:
-            # What a file holds is proven by its key and checksums: it is copied as it is read.
+            # Key and checksums prove a file's contents, which are copied when read.
             file = FileFrame(self.slabs.file(place.number), place.offset, size_bytes)
             return Arrival(index, tier, size_bytes, file)
         if place.reach != MEMORY:
@@ -222,7 +222,7 @@ class ShmTransport(Transport):
     def _ranges(
         self, replies: Iterator[pb.GetResponse], ranges: Sequence[pb.FrameRange]
     ) -> Iterator[Arrival]:
-        """Yield *ranges*: out of memory and files that the server names, or as it sends them."""
+        """Yield *ranges*, from memory and files that the server names, or as it sends them."""
         done: set[int] = set()
         for reply in replies:
             if reply.HasField("part"):
@@ -235,7 +235,7 @@ class ShmTransport(Transport):
                 for one in ranges:
                     if one.index == reply.index and one.start < place.size_bytes:
                         data = np.array(whole.data[one.start : one.stop])
-                        whole.confirm()  # before anybody takes it for the chunk's
+                        whole.confirm()  # before it is used as the chunk's
                         yield replace(whole, data=data, confirm=stays, offset=one.start)
 
     @override
@@ -267,7 +267,7 @@ class SlabMap:
     def __init__(self, memory: mmap.mmap) -> None:
         self.data: Bytes = np.frombuffer(memory, np.uint8)
         self.bytes = memoryview(memory)
-        """The same as ``data``, for who compares a few of them."""
+        """The same as ``data``, faster to compare a few bytes of."""
         self.words = self.bytes[: len(memory) // WORD_BYTES * WORD_BYTES].cast("Q")
 
     def confirm(self, offset: int, generation: int) -> None:
@@ -277,17 +277,17 @@ class SlabMap:
 
 
 class Slabs:
-    """Maps of slabs by id, and files of the disk tier, asked for when first needed. Thread-safe.
+    """Maps of slabs by id, and files of the disk tier, requested at first use. Thread-safe.
 
-    *link* is an attached connection to the server's Unix socket, with a timeout; it stays its
-    owner's to close.
+    *link* is an attached connection to the server's Unix socket, with a timeout; its owner closes
+    it.
     """
 
     def __init__(self, link: socket.socket) -> None:
         self._socket = link
         self._slabs: dict[int, SlabMap] = {}
         self._files: dict[int, OpenFile] = {}
-        # One question at a time on the socket; also guards what is added to the two above.
+        # One request at a time on the socket; also guards additions to the two above.
         self._lock = threading.Lock()
 
     def slab(self, number: int) -> SlabMap:
@@ -309,8 +309,8 @@ class Slabs:
             return slab
 
     def slab_of(self, place: Place) -> SlabMap:
-        """Return the slab of *place*. Raises TierUnavailableError, and InvalidRequestError unless
-        it lies within.
+        """Return the slab of *place*. Raises TierUnavailableError, and InvalidRequestError if
+        *place* exceeds it.
         """
         slab = self._slabs.get(place.number) or self._mapped(place.number)
         offset, stop = place.offset, place.offset + place.size_bytes
@@ -329,18 +329,18 @@ class Slabs:
             return file
 
     def give(self, request: unix_socket.Request, descriptor: int) -> unix_socket.Reply:
-        """Give the server a descriptor of ours; return its answer. Raises TierUnavailableError."""
+        """Send the server a descriptor; return its reply. Raises TierUnavailableError."""
         with self._lock:
             return self._exchange(request, [descriptor])[0]
 
     def _ask(self, op: unix_socket.Op, number: int) -> tuple[int, int]:
-        """Return a descriptor, ours to close, and its size."""
+        """Return a descriptor, which the caller closes, and its size."""
         reply, size_bytes, files = self._exchange(unix_socket.Request(op, number))
         if reply is unix_socket.Reply.ok and files:
             return files[0], size_bytes
         for descriptor in files:
             os.close(descriptor)
-        if reply is unix_socket.Reply.invalid:  # with all that it had
+        if reply is unix_socket.Reply.invalid:  # it was freed, with its chunks
             raise LeaseExpiredError(f"{op.name} {number} is gone; look the chunk up again")
         raise TierUnavailableError("shm", f"{op.name} {number}: {reply.name}")
 
@@ -353,7 +353,7 @@ class Slabs:
             message, files, _, _ = socket.recv_fds(self._socket, unix_socket.HEADER_BYTES, 1)
             reply, size_bytes, _ = unix_socket.unpack_head(message, unix_socket.REPLY_KINDS)
         except (OSError, InvalidRequestError) as error:
-            # An answer that is only late must not be taken for that of the next question.
+            # A late answer must not be taken for that of the next request.
             self._socket.close()
             for descriptor in files:
                 os.close(descriptor)
@@ -361,22 +361,22 @@ class Slabs:
         return reply, size_bytes, files
 
     def leave(self) -> None:
-        """In a child, once the socket is closed: forget every map and file."""
-        self._lock = threading.Lock()  # another thread may have had it
+        """In a child, once the socket is closed: drop every map and file."""
+        self._lock = threading.Lock()  # another thread may have held it
         self.close()
 
     def close(self) -> None:
-        """Forget every map and file; views and frames that are held keep theirs. Idempotent."""
+        """Drop every map and file; views and frames in use keep theirs. Idempotent."""
         with self._lock:
             self._slabs.clear()
             self._files.clear()
 
 
 PARTS = 4
-"""It is written part by part, while the server reads those before."""
+"""Parts of the staging memory: one is written while the server reads the others."""
 _GROUPS_PER_RESERVE = 4
 _UNANSWERED = (DeadlineError, TierUnavailableError, LeaseExpiredError)
-"""How a commit ends that may be running yet. The last is one that was sent twice."""
+"""Errors of a commit that may still be running. The last is that of a commit sent twice."""
 
 
 class StagingMemory:
@@ -417,19 +417,19 @@ class StagingMemory:
         for chunk, is_wanted in zip(group, wanted, strict=True):
             if is_wanted:
                 size_bytes = chunk.frame_bytes
-                # The server sums what it copies; to sum here too would read it all twice.
+                # The server sums what it copies; summing here would read everything twice.
                 chunk.encode(self._memory[offset : offset + size_bytes], FLAG_UNSUMMED)
                 offsets.append(offset)
                 offset += -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
         return offsets
 
     def close(self) -> None:
-        """Let go of the memory. Idempotent."""
+        """Release the memory. Idempotent."""
         self._memory = np.empty(0, np.uint8)
 
 
 class PutPipeline:
-    """One put: while one group is encoded, those before it are being committed.
+    """One put: while one group is encoded, earlier ones are committed.
 
     Memory is reserved for several groups at once, and ahead, so that no copy waits for an answer.
     """
@@ -439,21 +439,21 @@ class PutPipeline:
     ) -> None:
         self._staging = staging
         self._rpc = rpc
-        # Durable ones wait for the disk: together, so that one flush is for all of them.
+        # Durable commits wait for the disk: concurrently, so that one flush serves all of them.
         self._commits = None if terms.durable else CallQueue()
         self._session_id = session.terms.session_id
         self._terms = terms
         self._results: list[Put] = []
         self._pending: deque[tuple[list[Put], Sent | None]] = deque()
-        """The outcomes of a group's reservations, and its commit that is on its way."""
+        """The outcomes of a group's reservations, and its commit in flight."""
         self._open_ids: set[int] = set()
         self._reserving: list[Sent] = []
         self._next_part = 0
         self.may_be_read = False
-        """A commit ended without its answer: the server may read the staging memory still."""
+        """A commit ended without an answer: the server may still read the staging memory."""
 
     def run(self, chunks: Sequence[Outgoing]) -> list[Put]:
-        """Put *chunks*; return what became of each, in order."""
+        """Put *chunks*; return the outcome of each, in order."""
         groups = self._staging.groups(chunks)
         if not groups:
             return []
@@ -479,9 +479,9 @@ class PutPipeline:
         return self._results
 
     def _put_window(self, groups: Sequence[Sequence[Outgoing]], reply: pb.ReserveResponse) -> None:
-        """Write and commit what was reserved; reserve the rest anew, bit by bit."""
+        """Write and commit the reserved chunks. On a refusal, reserve again group by group."""
         if PutOutcome.refused in reply.outcomes and (self._pending or len(groups) > 1):
-            # What is under way may be what fills the tier: let it land, reserve less.
+            # Commits in flight may be what fills the tier: finish them, then reserve less.
             while self._pending:
                 self._finish()
             self._abort(reply.reservation_ids)
@@ -525,7 +525,7 @@ class PutPipeline:
 
     def _commit(self, group: Sequence[Outgoing], outcomes: list[Put], ids: Sequence[int]) -> None:
         if len(self._pending) == PARTS:
-            self._finish()  # its part of the staging memory is the one written to next
+            self._finish()  # its part of the staging memory is written next
         offsets = self._staging.write(self._next_part, group, ids)
         self._next_part = (self._next_part + 1) % PARTS
         if not offsets:

@@ -1,4 +1,4 @@
-"""The tcp transport: frames over TCP or TLS between hosts, from memory to memory."""
+"""The tcp transport: frames over TCP or TLS between hosts, memory to memory."""
 
 from __future__ import annotations
 
@@ -44,28 +44,27 @@ T = TypeVar("T")
 MAX_STREAMS = 8
 """Gets and puts at once; more go through gRPC. Below what a server allows one session."""
 DIAL_S = 2.0
-"""For a connection; a call waits for it half of its time at most."""
+"""Connect timeout; a call waits for at most half of its time."""
 AGAIN_S = 30.0
-"""A server that did not let us in is not dialled again for."""
+"""How long a server that refused access is not dialled."""
 LEAVE_S = 0.05
-"""For the server to end a get that is wanted no more; past it the stream is closed."""
+"""Timeout for the server to end a cancelled get; then the stream is closed."""
 _REQUEST_SLACK_BYTES = 32
-"""What a message adds to a get."""
+"""Bytes that a message adds to a get."""
 IDLE_FRAME_BYTES = 128 << 20
-"""Memory kept for the frames of the next get: to fault fresh pages in costs as much as a copy."""
+"""Memory kept for the frames of the next get: faulting in new pages costs as much as a copy."""
 SMALL_FRAME_BYTES = 1 << 17
-"""Goes in one part; of a larger one the header goes ahead, and the server takes the rest to where
-it stays.
-"""
+"""Sent in one part. The header of a larger frame is sent first, so that the server receives the
+rest in its final place."""
 _LARGE_BLOCK_BYTES = (32 << 20) - (1 << 16)
-"""The largest that glibc draws its conclusion from, with room for its own header."""
+"""The largest block that raises glibc's mmap threshold, less its own header."""
 
 
 @dataclass(frozen=True, slots=True)
 class Entrance:
-    """Where a server's bulk channel is, ``tcp://host:port``, and the message that lets us in.
+    """The address of a server's bulk channel, ``tcp://host:port``, and the message to attach.
 
-    ``certificate`` in DER: TLS with that one alone; empty: in plain text.
+    ``certificate`` in DER: TLS that accepts it alone; empty: plain text.
     """
 
     where: str
@@ -74,7 +73,7 @@ class Entrance:
 
     @classmethod
     def of(cls, terms: SessionTerms, address: str) -> Entrance:
-        """Return that of our own session's server, which was reached at *address*."""
+        """Return that of the session's own server, which was reached at *address*."""
         host = address.rpartition(":")[0].rpartition("/")[2]
         where = terms.bulk_address.replace("*", host or "127.0.0.1")
         attach = pb.StreamAttach(session_id=terms.session_id, token=terms.attach_token)
@@ -82,10 +81,10 @@ class Entrance:
 
 
 class FrameStream:
-    """Connected and attached at birth; one get or put at a time, used by one thread. Raises
-    TierUnavailableError or DeadlineError when *entrance* does not let us in within
-    *within_s* seconds, the server's own errors. A request that does not come to its end, or of
-    which nothing comes for *silence_s*, leaves it of no use.
+    """A connection, attached by the constructor; one get or put at a time, used by one thread.
+    Raises the server's errors, and TierUnavailableError or DeadlineError when it is not attached
+    within *within_s* seconds. A request that does not end, or receives nothing for *silence_s*,
+    makes it unusable.
     """
 
     def __init__(
@@ -95,20 +94,20 @@ class FrameStream:
         begin: Callable[[FrameStream], None] = lambda stream: None,
         silence_s: float = math.inf,
     ) -> None:
-        """*begin* is given the stream before the server is asked to let us in."""
+        """*begin* gets the stream before it attaches."""
         self._silence_s = silence_s
         self._deadline = time.monotonic() + within_s
-        """Of the last request."""
+        """Deadline of the last request."""
         self._woken_by: KVStoreError | None = None
         self._is_spoiled = False
-        """A call failed: what comes next is not known."""
+        """A call failed: the position in the stream is unknown."""
         self._coming: Payload | None = None
         self.requests = 0
         """The number of the last request."""
         self.is_over = True
-        """The last request has been answered whole, or by an error."""
+        """The last request has been answered completely, or by an error."""
         self.frames = 0
-        """What its end counted."""
+        """The frame count in its end message."""
         self._heard: tuple[pb.StreamMessage, Payload | None] | None = None
         self._wire = connect_wire(
             entrance.where, entrance.certificate, self._deadline, time.monotonic, "server"
@@ -124,8 +123,8 @@ class FrameStream:
             raise
 
     def begin(self, request: pb.StreamMessage, deadline: float) -> None:
-        """Send a request, which is given the next number, and wait until it is being answered: a
-        put until frames may come. Raises as ``receive``, and what the server has against a put.
+        """Send a request, with the next number, and wait for its first answer; for a put, until
+        frames may be sent. Raises as ``receive``, and the server's refusal of a put.
         """
         self.requests, self.is_over, self._deadline = self.requests + 1, False, deadline
         request.request = self.requests
@@ -136,7 +135,7 @@ class FrameStream:
             raise InvalidFrameError("kind", answer.WhichOneof("body"), "not an answer to a put")
 
     def send(self, message: pb.StreamMessage, pieces: Sequence[Bytes] = ()) -> None:
-        """Send a message, a part with *pieces* from where they lie. Raises as ``receive``."""
+        """Send a message, a part with *pieces* without a copy. Raises as ``receive``."""
         self._set_timeout()
         self._try(self._wire.send, message, pieces)
 
@@ -145,7 +144,7 @@ class FrameStream:
         return self._wire.has_more()
 
     def answer(self) -> pb.StreamMessage:
-        """Return the answer to the last request, no part. Raises the server's error."""
+        """Return the answer to the last request, which is not a part. Raises the server's error."""
         message, payload = self.receive()
         if message.request != self.requests or payload is not None:
             raise InvalidFrameError("request", message.request, f"{self.requests} was asked")
@@ -154,10 +153,10 @@ class FrameStream:
         return message
 
     def receive(self) -> tuple[pb.StreamMessage, Payload | None]:
-        """Return the next message; a part's payload is still to come.
+        """Return the next message; a part's payload is read later.
 
         Raises DeadlineError, TierUnavailableError when the server hung up, InvalidRequestError for
-        what is no message of ours, and InvalidFrameError for a part that nobody asked for.
+        an invalid message, and InvalidFrameError for a part that was not requested.
         """
         if self._heard is not None:
             heard, self._heard = self._heard, None
@@ -174,11 +173,9 @@ class FrameStream:
         return message, None
 
     def parts(self) -> Iterator[Arrival]:
-        """Yield the parts that answer the last get, until ``is_over``: the payload of each is to
-        come.
+        """Yield the parts that answer the last get, until ``is_over``; read each one's payload.
 
-        What is of earlier requests is skipped. Raises the error that the server sent, and as
-        ``receive``.
+        Answers to earlier requests are skipped. Raises the server's error, and as ``receive``.
         """
         while not self.is_over:
             message, payload = self.receive()
@@ -195,9 +192,8 @@ class FrameStream:
                     raise InvalidFrameError("kind", kind, "not an answer to a get")
 
     def leave(self) -> None:
-        """Want no more of the last get: it is over by its deadline, or the stream of no use.
-
-        What is on its way is passed by, for LEAVE_S at most.
+        """Cancel the last get and discard what is in flight, for LEAVE_S at most; past that the
+        stream is not reused.
         """
         is_inside = self._heard is None and self._coming is not None and self._coming.left
         if self.is_over or self._is_spoiled or is_inside:
@@ -212,7 +208,7 @@ class FrameStream:
                 pass
 
     def _pass_by(self) -> bool:
-        """Pass by the next message; whether it is the end of a get."""
+        """Discard the next message; return whether it is the end of a get."""
         message, payload = self.receive()
         if payload is not None:
             payload.skip(len(payload))
@@ -221,17 +217,17 @@ class FrameStream:
         return True
 
     def wake(self, error: KVStoreError) -> None:
-        """Give the call that waits on this stream *error*. For any thread."""
+        """Fail the call that waits on this stream with *error*. For any thread."""
         self._woken_by = error
         self._wire.hang_up()
 
     def is_broken(self) -> bool:
-        """Whether the server hung up, said what nobody asked for, or is waited for no more."""
+        """Whether the server hung up or sent an unexpected message, or a call failed."""
         is_ended = self._woken_by is not None or self._is_spoiled or self._wire.fileno() < 0
         return is_ended or self._wire.has_more()
 
     def close(self) -> None:
-        """Hang up. Idempotent."""
+        """Close the connection. Idempotent."""
         self._wire.close()
 
     def _set_timeout(self) -> None:
@@ -247,22 +243,22 @@ class FrameStream:
                 raise
             if self._woken_by is not None:
                 raise self._woken_by from None
-            # Its own deadline passes a little before ours: it hangs up in the midst of a frame.
+            # The server's deadline passes a little earlier: it hangs up in the middle of a frame.
             if time.monotonic() >= self._deadline - SLACK_S:
                 raise DeadlineError("the server did not answer in time over TCP") from None
             raise error
 
 
 def streams_to(entrance: Entrance, silence_s: float = math.inf) -> Pool[FrameStream]:
-    """Return the streams of one session, *silence_s* as theirs."""
+    """Return the streams of one session; *silence_s* as for FrameStream."""
     dial = partial(FrameStream, entrance, silence_s=silence_s)
     return Pool(MAX_STREAMS, dial, DIAL_S, AGAIN_S)
 
 
 @contextmanager
 def in_use(streams: Pool[FrameStream], stream: FrameStream | None) -> Iterator[FrameStream | None]:
-    """Enter for one call on *stream*, which was taken, if one was. It is kept for the next call if
-    this one ended well and its request is over, else closed.
+    """Enter for one call on *stream*, if one was taken. It is kept for the next call if this one
+    succeeds and its request is over, else closed.
     """
     is_clean = False
     try:
@@ -274,9 +270,9 @@ def in_use(streams: Pool[FrameStream], stream: FrameStream | None) -> Iterator[F
 
 
 class BulkTransport(StreamTransport):
-    """Gets and puts over FrameStreams, one at a time each; through gRPC where none is to be had.
+    """Gets and puts over FrameStreams, one at a time each; through gRPC if none is available.
 
-    Raises TierUnavailableError at birth when the server does not take part.
+    The constructor raises TierUnavailableError when the server has no bulk channel.
     """
 
     name = "tcp"
@@ -291,7 +287,7 @@ class BulkTransport(StreamTransport):
         )
 
     def connect(self, within_s: float) -> None:
-        """Connect for the first call. Raises what kept it from that."""
+        """Connect for the first call. Raises the error of a failed connect."""
         with in_use(self.streams, self.streams.take(within_s)):
             pass
 
@@ -305,7 +301,7 @@ class BulkTransport(StreamTransport):
             message = pb.StreamMessage(get=request)
             stream = begun.enter_context(self._begun(message, until)) if has_room else None
             if stream is None:
-                begun.close()  # others use the connection meanwhile
+                begun.close()  # frees the connection for other calls
                 left = replace(plan, deadline_ms=until.left_ms(1))
                 yield stack.enter_context(super().read(left))
             elif plan.layer_major or plan.ranges:
@@ -343,8 +339,8 @@ class BulkTransport(StreamTransport):
 
     @contextmanager
     def _begun(self, request: pb.StreamMessage, until: Until) -> Iterator[FrameStream | None]:
-        """Enter with a stream on which *request* is being answered; None where gRPC is to be used,
-        as there is no stream, or the server has too many requests at once.
+        """Enter with a stream on which *request* is being answered; None if gRPC is to be used, as
+        no stream is available or the server has too many requests.
         """
         self.session.connection.breaker.check()
         stream: FrameStream | None = None
@@ -372,18 +368,18 @@ class BulkTransport(StreamTransport):
     @override
     def leave(self) -> None:
         super().leave()
-        self._memory = FrameMemory(IDLE_FRAME_BYTES)  # another thread may have had its lock
+        self._memory = FrameMemory(IDLE_FRAME_BYTES)  # another thread may have held its lock
 
 
 def upload(stream: FrameStream, chunks: Sequence[Outgoing]) -> list[Put]:
-    """Send the frames of a put that *stream* has begun; return what became of each.
+    """Send the frames of a put that *stream* has begun; return the outcome of each.
 
     Raises the server's errors.
     """
     scratch = np.empty(0, np.uint8)
 
     def room(size_bytes: int) -> Bytes:
-        nonlocal scratch  # the socket has taken what was in it before
+        nonlocal scratch  # its earlier contents have been sent
         if len(scratch) < size_bytes:
             scratch = np.empty(size_bytes, np.uint8)
         return scratch[:size_bytes]
@@ -408,7 +404,7 @@ def upload(stream: FrameStream, chunks: Sequence[Outgoing]) -> list[Put]:
 
 
 def _parts(frame_bytes: int, pieces: Sequence[Bytes]) -> Iterator[list[Bytes]]:
-    """Cut a frame into what one message may have; its header is one by itself."""
+    """Cut a frame into the parts of messages; a large frame's header is a part by itself."""
     part: list[Bytes] = []
     room = bulk.MAX_PAYLOAD_BYTES
     if frame_bytes > SMALL_FRAME_BYTES:
@@ -428,9 +424,9 @@ def _parts(frame_bytes: int, pieces: Sequence[Bytes]) -> Iterator[list[Bytes]]:
 
 
 class FrameMemory:
-    """Memory of frames that were read, for those of the next get. Thread-safe.
+    """Reuses the memory of frames for the next get. Thread-safe.
 
-    At most *limit_bytes* of it lie idle.
+    At most *limit_bytes* of it are idle.
     """
 
     def __init__(self, limit_bytes: int) -> None:
@@ -438,12 +434,12 @@ class FrameMemory:
         self._idle: dict[int, list[Bytes]] = {}
         self._idle_bytes = 0
         self._lock = threading.Lock()  # guards the two above
-        # glibc keeps what messages of a megabyte free once the process has freed one block as large
-        # as this, whose pages are never touched: each piece of a layered get has its own memory.
+        # Freeing one block of this size makes glibc keep the memory of messages of a megabyte: a
+        # layered get allocates one a piece. The pages of the block are never touched.
         np.empty(_LARGE_BLOCK_BYTES, np.uint8)
 
     def take(self, size_bytes: int, owner: list[Bytes]) -> Bytes:
-        """Return memory of *size_bytes*, noted with its *owner*."""
+        """Return memory of *size_bytes*, and add it to *owner*."""
         with self._lock:
             of_size = self._idle.get(size_bytes)
             frame = of_size.pop() if of_size else None
@@ -455,7 +451,7 @@ class FrameMemory:
         return frame
 
     def give(self, frames: Sequence[Bytes]) -> None:
-        """Take back what its owner reads no more."""
+        """Take back frames that their owner no longer reads."""
         with self._lock:
             for frame in frames:
                 if self._idle_bytes + len(frame) > self._limit_bytes:

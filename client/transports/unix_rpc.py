@@ -35,7 +35,7 @@ from kvstore.proto.unix_socket import (
 MAX_CONNECTIONS = 12
 """Calls at once; more go through gRPC. Below what a server allows one session."""
 ENTER_WITHIN_S = 4.0
-"""To connect, with two answers to wait for."""
+"""Time to connect, with two answers."""
 _JOIN_AGAIN_S = 5.0
 
 T = TypeVar("T")
@@ -48,32 +48,32 @@ class Link(socket.socket):
         super().__init__(socket.AF_UNIX, socket.SOCK_SEQPACKET)
 
     def is_broken(self) -> bool:
-        """Say no: the next call finds out by itself, and goes through gRPC."""
+        """Always False: a call on a broken one fails at once, and goes through gRPC."""
         return False
 
     def wake(self, _: KVStoreError) -> None:
-        """End it under who waits on it, and closes it then."""
+        """Shut it down; the thread that waits on it then closes it."""
         with suppress(OSError):
             self.shutdown(socket.SHUT_RDWR)
 
 
 @dataclass(slots=True, eq=False)
 class CallQueue:
-    """Calls that are sent before those ahead of them are answered, all on one connection.
+    """Pipelined calls: each is sent before the earlier ones are answered, on one connection.
 
-    The server answers them with one thread, which is awake when the next is due. Side by side, a
-    call each wakes another, and they copy against each other. For one thread, which waits for the
-    answers in the order in which it sent the calls.
+    The server answers them with one thread, which is already awake for the next. On separate
+    connections each would wake another thread, and their copies would compete. For one thread,
+    which waits for the answers in the order of the calls.
     """
 
     link: Link | None = None
-    """The connection, while answers are to come on it."""
+    """The connection, while answers are outstanding."""
     unanswered: deque[Sent] = field(default_factory=deque)
 
 
 @dataclass(slots=True, eq=False)
 class Sent:
-    """A call on its way on *link*; where that is None it is to go through gRPC."""
+    """A call sent on *link*; if that is None, it goes through gRPC."""
 
     method: str
     request: Any
@@ -81,14 +81,14 @@ class Sent:
     queue: CallQueue | None
     link: Link | None = None
     is_over: bool = False
-    """Whether its last answer has come, so that the next call may use the connection."""
+    """Whether its last answer has arrived, so that the connection is free."""
 
 
 class UnixRpc:
-    """Calls of one session, on connections of their own, one call at a time each. Thread-safe.
+    """Calls of one session, on its own connections, one call at a time each. Thread-safe.
 
-    The same verbs and errors as ``Connection``. What does not fit a packet, is not among its
-    methods or finds the socket gone, or its ``links`` closed, is called through gRPC.
+    The same verbs and errors as ``Connection``. A call that does not fit a packet, is not among its
+    methods, or finds the socket gone or ``links`` closed goes through gRPC.
     """
 
     def __init__(self, terms: SessionTerms, connection: Connection) -> None:
@@ -105,7 +105,7 @@ class UnixRpc:
     def send(
         self, method: str, request: Any, deadline_ms: int, queue: CallQueue | None = None
     ) -> Sent:
-        """Start *method*. ``wait`` for what is returned, once."""
+        """Start *method*. Pass the result to ``wait``, once."""
         sent = Sent(method, request, Until(deadline_ms, self._clock(), self._clock), queue)
         packet = pack_call(method, request) if method in REPLIES else b""
         if not 0 < len(packet) <= MAX_PACKET_BYTES:
@@ -131,7 +131,7 @@ class UnixRpc:
         return sent
 
     def wait(self, sent: Sent) -> Any:
-        """Return the reply; what the socket did not carry is called now."""
+        """Return the reply; a call that the socket did not carry is made now."""
         link, queue = sent.link, sent.queue
         if link is not None:
             if queue is not None:
@@ -168,16 +168,16 @@ class UnixRpc:
         yield from self._connection.stream(method, request, sent.until.left_ms(1))
 
     def _receive(self, sent: Sent, link: Link) -> Any:
-        """Return the next message of an answer, joined if it was cut; None for what is no answer.
+        """Return the next message of an answer, joined if it was cut; None if it is invalid.
 
-        Unless it says that *sent* is over then, *link* is not to be used again: a late answer must
-        not be taken for the next call's. Raises the server's errors, DeadlineError.
+        Unless ``sent.is_over`` afterwards, do not use *link* again: a late answer must not be taken
+        for the next call's. Raises the server's errors, DeadlineError.
         """
         parts: list[bytes] = []
         breaker = self._connection.breaker
         while len(parts) * MAX_PACKET_BYTES < MAX_ANSWER_BYTES:
             try:
-                # What arrived in time is taken, however late we look.
+                # An answer that arrived in time is taken, however late this runs.
                 link.settimeout(sent.until.left_s(SLACK_S))
                 answer = unpack_answer(link.recv(MAX_PACKET_BYTES + 1))
             except TimeoutError:
@@ -209,9 +209,8 @@ def enter(
     begin: Callable[[Link], None] = lambda link: None,
     memory: tuple[int, int] | None = None,
 ) -> Link:
-    """Connect and ``attach``, with staging *memory* of so many bytes and its descriptor, or
-    ``join``, within *within_s*. *begin* is given the connection first. Raises
-    TierUnavailableError, DeadlineError.
+    """Connect and ``attach``, with staging *memory* (its size and descriptor), or ``join``, within
+    *within_s*. *begin* gets the connection first. Raises TierUnavailableError, DeadlineError.
     """
     link = None
     try:
@@ -235,9 +234,9 @@ def enter(
 def _enter(
     link: Link, terms: SessionTerms, op: unix_socket.Op, memory: tuple[int, int] | None
 ) -> Reply:
-    """Return what the server says, which proves first that it is the session's.
+    """Return the reply of the server, which first proves that it is the session's.
 
-    Raises InvalidRequestError when it does not: another process listens in its place; OSError.
+    Raises OSError, and InvalidRequestError without proof: another process listens in its place.
     """
     link.connect(terms.socket_path)
     is_known = terms.pid_namespace and terms.pid_namespace == unix_socket.pid_namespace()

@@ -1,12 +1,12 @@
-"""A router that sends each prompt to the engine whose node has most of its prefix.
+"""A router that sends each prompt to the engine whose node has the longest prefix of it.
 
-It follows the events of each node's kvstore-server, keeps which chunks are where, and proxies
-HTTP requests with token ids (``POST /v1/completions`` of vLLM, ``"prompt": [1, 2, ...]``):
+It follows the events of each node's kvstore-server, tracks the location of chunks, and proxies HTTP
+requests with token ids (``POST /v1/completions`` of vLLM, ``"prompt": [1, 2, ...]``):
 
     python examples/prefix_router/router.py --model model.json --listen 127.0.0.1:8000 \\
         --node 10.0.0.1:7420=10.0.0.1:8001 --node 10.0.0.2:7420=10.0.0.2:8001
 
-What it knows are hints: a request that went to the wrong node is computed there, and nothing else.
+Locations are hints: a request sent to the wrong node is computed there, nothing worse.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ from kvstore.proto.messages import representation_from_message
 from kvstore.proto.types import DIGEST_BYTES, Accuracy, Model
 
 MAX_CHUNKS = 1 << 20
-"""Chunks that are known; the ones that were heard of longest ago go first."""
+"""Limit of tracked chunks; those with the oldest events are evicted."""
 LOAD_TOKENS = 512
-"""A request that an engine is at work on counts as much as so many tokens of prefix."""
+"""A running request of an engine outweighs this many tokens of prefix."""
 RETRY_S = 1.0
 CONNECT_S = 2.0
 MAX_HEAD_BYTES = 1 << 16
@@ -42,13 +42,13 @@ MAX_BODY_BYTES = 1 << 24
 
 @dataclass(eq=False)
 class Node:
-    """A store, and the engine beside it. ``running`` requests are at work."""
+    """A store and its engine, with ``running`` requests."""
 
     store: str
     engine: str
     running: int = 0
     is_heard: bool = False
-    """Whether the store's events come; if not, its chunks do not count."""
+    """Whether the store's events arrive; if not, its chunks do not count."""
 
 
 class Places:
@@ -59,7 +59,7 @@ class Places:
         self._held: OrderedDict[bytes, set[tuple[Node, str]]] = OrderedDict()
 
     def take(self, node: Node, page: EventPage) -> None:
-        """Take in what a node said."""
+        """Apply a page of a node's events."""
         if page.cleared:
             self.clear(node)
         for event in page.events:
@@ -68,7 +68,7 @@ class Places:
             if event.accuracy is Accuracy.exact:
                 copies.add((node, event.tier))
                 self._held.move_to_end(digest)
-            else:  # it left, or is not what a lookup asks for
+            else:  # removed, or not accurate enough for a lookup
                 copies.discard((node, event.tier))
             if not copies:
                 del self._held[digest]
@@ -76,14 +76,14 @@ class Places:
             self._held.popitem(last=False)
 
     def clear(self, node: Node) -> None:
-        """Forget what a node had."""
+        """Remove all chunks of a node."""
         for digest, copies in list(self._held.items()):
             copies -= {copy for copy in copies if copy[0] is node}
             if not copies:
                 del self._held[digest]
 
     def prefix(self, digests: Sequence[bytes], node: Node) -> int:
-        """Return how many chunks of a prompt a node has, from its first on."""
+        """Return how many chunks of a prompt, from the first on, a node has."""
         for count, digest in enumerate(digests):
             if not any(copy[0] is node for copy in self._held.get(digest, ())):
                 return count
@@ -94,7 +94,7 @@ class Places:
 
 
 class Router:
-    """Follows the nodes, chooses among them and passes requests on."""
+    """Follows the nodes, ranks them and forwards requests."""
 
     def __init__(
         self, nodes: Sequence[Node], representation: Model, options: ClientOptions
@@ -108,7 +108,7 @@ class Router:
         self._followers: list[asyncio.Task[None]] = []
 
     async def start(self, host: str, port: int) -> int:
-        """Begin to follow and to listen; return the port."""
+        """Start to follow the nodes and to listen; return the port."""
         self._followers = [asyncio.create_task(self._follow(node)) for node in self.nodes]
         self._server = await asyncio.start_server(self._serve, host, port, limit=MAX_HEAD_BYTES)
         return int(self._server.sockets[0].getsockname()[1])
@@ -125,7 +125,7 @@ class Router:
         since: Place | None = None
         async with AsyncClient(node.store, self._representation, self._options) as client:
             while True:
-                with suppress(KVStoreError):  # we go on from where we were, or are told to forget
+                with suppress(KVStoreError):  # resumes, or a ``cleared`` page starts over
                     async with aclosing(client.events(since)) as pages:
                         async for page in pages:
                             self.places.take(node, page)
@@ -133,10 +133,10 @@ class Router:
                 node.is_heard = False
                 await asyncio.sleep(RETRY_S)
 
-    # --- choosing
+    # --- ranking
 
     def ranked(self, tokens: Sequence[int]) -> list[Node]:
-        """Return the nodes, the best for a prompt first; those as good as each other take turns."""
+        """Return the nodes, the best for a prompt first; ties are broken round-robin."""
         size = self._options.chunk_tokens
         digests = chain_digests(tokens, size)
         self._turn += 1
@@ -148,7 +148,7 @@ class Router:
         start = self._turn % len(self.nodes)
         return sorted(self.nodes[start:] + self.nodes[:start], key=score, reverse=True)
 
-    # --- passing on
+    # --- forwarding
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
@@ -158,7 +158,7 @@ class Router:
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
             writer.write(_answer("400 Bad Request"))
         except OSError:
-            pass  # somebody hung up
+            pass  # client or engine hung up
         finally:
             with suppress(OSError):
                 await writer.drain()
@@ -196,7 +196,7 @@ def _body_bytes(head: bytes) -> int:
 
 
 def _closing(head: bytes) -> bytes:
-    """Return *head* so that the engine closes the connection when it has answered."""
+    """Return *head* with the header that makes the engine close the connection."""
     lines = head.removesuffix(b"\r\n\r\n").split(b"\r\n")
     kept = [line for line in lines if not line.lower().startswith(b"connection:")]
     return b"\r\n".join([*kept, b"Connection: close", b"", b""])
@@ -207,7 +207,7 @@ def _answer(status: str) -> bytes:
 
 
 def _prompt(body: bytes) -> list[int]:
-    """Return the token ids of a request; none for another, which goes to the least busy node."""
+    """Return the token ids of a request, or [], which goes to the least busy node."""
     try:
         prompt = json.loads(body)["prompt"]
     except (ValueError, KeyError, TypeError, RecursionError):

@@ -1,8 +1,8 @@
-"""The compiled loops over payload bytes: a library of C functions that hold no interpreter lock.
+"""The compiled loops over payload bytes: C functions that run without the interpreter lock.
 
-Functions take addresses and sizes; who calls them has checked shapes, dtypes and order. They
-come compiled for each of ``PATHS``, all with the same results, of which this processor's best is
-chosen at run time.
+Functions take addresses and sizes; the caller has checked shapes, dtypes and order. They are
+compiled once for each of ``PATHS``, with identical results; the processor's best is chosen at
+run time.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 ABI = 1
-"""Of the library: ``paths.c`` has it too."""
+"""The library's version; equals ``ABI`` in ``paths.c``."""
 PATHS = {"avx512": 4, "avx2": 2, "portable": 1}
-"""The fastest first, with the library's bit for each."""
+"""The library's bit for each path, fastest first."""
 NO_MEMORY = -2
 
 LIBRARY = Path(__file__).with_name("_loops.so")
@@ -55,7 +55,7 @@ class Loops:
     """The functions of one path, by name: ``loops.kvq_add(...)``. Thread-safe."""
 
     def __init__(self, path: str) -> None:
-        """Raise ImportError where the library is not there, or is another build's."""
+        """Raise ImportError if the library is missing or of another build."""
         self.path = path
         for name, (returned, arguments) in _FUNCTIONS.items():
             function = getattr(_library(), f"{name}_{path}", None)
@@ -85,19 +85,19 @@ def _library() -> ctypes.CDLL:
 
 @lru_cache(maxsize=1)
 def paths() -> tuple[str, ...]:
-    """Return the paths that this processor runs, the fastest first."""
+    """Return the paths that this processor supports, fastest first."""
     bits = int(_library().kvstore_loops_paths())
     return tuple(path for path, bit in PATHS.items() if bits & bit)
 
 
 @lru_cache(maxsize=len(PATHS) + 1)
 def loops(path: str | None = None) -> Loops:
-    """Return the functions of *path*; of the best one where it is None."""
+    """Return the functions of *path*; None: of the fastest."""
     return Loops(path or paths()[0])
 
 
 def done(found: int) -> int:
-    """Return what a function returned. Raises MemoryError where it had no memory for scratch."""
+    """Return a function's result *found*. Raises MemoryError for NO_MEMORY."""
     if found == NO_MEMORY:
         raise MemoryError("no memory for a loop's scratch")
     return found

@@ -1,7 +1,7 @@
 """Compiles the loops: ``python build.py`` writes ``_loops.so`` beside the sources.
 
-It needs a C compiler and the C library's headers, nothing of Python's, so that one library
-serves all versions of Python. ``setup.py`` calls it when the package is built.
+It needs a C compiler and the C library's headers but no Python headers, so that one library
+serves all Python versions. ``setup.py`` calls it when the package is built.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from pathlib import Path
 FOLDER = Path(__file__).parent
 LIBRARY = "_loops.so"
 SOURCES = ("kvq", "planes", "rans", "sums")
-"""Files that are compiled once a path; ``paths`` is compiled once."""
+"""Files compiled once per path; ``paths`` is compiled once."""
 FLAGS = (
     "-O3", "-std=c11", "-D_GNU_SOURCE", "-fPIC", "-fvisibility=hidden", "-Wall", "-Wextra",
     "-ffp-contract=off", "-fno-math-errno", "-fno-trapping-math",
 )  # fmt: skip
-"""Without contraction: all paths write the same bytes."""
+"""Without contraction, so that all paths write the same bytes."""
 X86_PATHS = {
     "avx512": (
         "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512vbmi2",
@@ -35,9 +35,9 @@ NO_COMPILER = "kvstore needs a C compiler to be installed from source: install g
 
 
 def build(out: Path, extra: Sequence[str] = ()) -> None:
-    """Compile and link to the file *out*, whole or not at all.
+    """Compile and link to the file *out*, atomically.
 
-    *extra* are further flags. Raises SystemExit where there is no compiler, or it fails.
+    *extra* are further flags. Raises SystemExit if there is no compiler, or it fails.
     """
     compiler = next(filter(shutil.which, COMPILERS), None)
     if compiler is None:

@@ -1,7 +1,7 @@
-/* The loops of kvq: tiles of up to 256 tokens of 128 channels, quantised and put together.
+/* The loops of kvq: quantisation and dequantisation of tiles of up to 256 tokens, 128 channels.
  *
- * Each float operation is that of the reference (codecs/kvq_tiles.py), rounded by
- * itself; sums are in double and in a stated order.
+ * Each float operation is the reference's (codecs/kvq_tiles.py), rounded separately; sums are
+ * in double and in a fixed order.
  */
 #include "loops.h"
 
@@ -19,7 +19,7 @@ enum {
 typedef struct {
     const void *words;
     int64_t item_bytes, heads, tokens, dim;
-    const anyfloat *cosine, *sine; /* (tokens, pairs), where keys are turned */
+    const anyfloat *cosine, *sine; /* (tokens, pairs), if keys are rotated */
     int64_t pairs;
 } block;
 
@@ -30,8 +30,8 @@ typedef struct {
     const anyi16 *reach;
 } family;
 
-/* What quantising fills, for n tiles; see Tiles in codecs/kvq_tiles.py. values has room for
- * values_room quotients. */
+/* The result of quantising n tiles; see Tiles in codecs/kvq_tiles.py. values holds values_room
+ * quotients. */
 typedef struct {
     anyfloat *steps, *means;
     uint8_t *models, *symbols;
@@ -55,7 +55,7 @@ static int64_t gcd(int64_t a, int64_t b)
     return a;
 }
 
-/* Turns one token's head by its angles, forwards or back, in place. */
+/* Rotates one token's head by its angles in place; sign -1 is the inverse. */
 INLINE void turn(anyfloat *restrict row, const anyfloat *restrict cosine, const anyfloat *restrict sine,
                  int64_t pairs, float sign)
 {
@@ -68,7 +68,7 @@ INLINE void turn(anyfloat *restrict row, const anyfloat *restrict cosine, const 
 
 INLINE int64_t escapes_in(const uint8_t *symbols, int64_t width)
 {
-    uint8_t count = 0; /* of 128 at the most: eight bits keep the vectors full */
+    uint8_t count = 0; /* at most 128: eight bits keep the vectors full */
     for (int64_t c = 0; c < width; c++)
         count = (uint8_t)(count + (symbols[c] == ESCAPE));
     return count;
@@ -98,9 +98,9 @@ INLINE void widen_row(const block *b, int64_t head, int64_t token, any32 *restri
     }
 }
 
-/* Heads are taken in groups that fill whole tiles, so that a group's numbers stay in the
- * second-level cache: x f32 (size, tokens, 128) and the largest magnitudes u32 (size,). row and
- * sizes have dim words each. */
+/* Heads are processed in groups that fill whole tiles, so that a group stays in the second-level
+ * cache: x f32 (size, tokens, 128) and the largest magnitudes u32 (size,). row and sizes have
+ * dim words each. */
 typedef struct {
     anyfloat *x;
     any32 *largest;
@@ -126,7 +126,7 @@ static void end_group(group *g)
     free(g->row);
 }
 
-/* Widens heads from *head* on into the group's tiles, turned back; returns the heads taken. */
+/* Widens heads from *head* on into the group's tiles, rotation undone; returns their number. */
 INLINE int64_t load_heads(const block *b, int64_t head, group *g)
 {
     int64_t tokens = b->tokens, dim = b->dim;
@@ -157,7 +157,7 @@ INLINE int64_t load_heads(const block *b, int64_t head, group *g)
     return taken;
 }
 
-/* Fills means and the sums of squares about them; 0 for means that float16 does not hold. */
+/* Fills means and the sums of squares about them; returns 0 if a mean exceeds float16. */
 INLINE int centre(const anyfloat *x, int64_t tokens, int64_t width, anyfloat *means, double *squares)
 {
     double sums[WIDTH] = {0};
@@ -203,7 +203,7 @@ INLINE float largest_of(const anyfloat *errors)
     return most;
 }
 
-/* The work of one tile: quotients i16 (tokens, 128), histograms u16 (kinds, 128, 128), the
+/* Scratch of one tile: quotients i16 (tokens, 128), histograms u16 (kinds, 128, 128), the
  * largest |q| of each kind and channel, -1 for kinds that do not occur. */
 typedef struct {
     anyi16 *q;
@@ -240,7 +240,7 @@ INLINE void divide_row(const anyfloat *restrict x, const anyfloat *restrict mean
     }
 }
 
-/* Fills the work of a tile; returns the largest error. classes u8 (tokens,), or NULL. */
+/* Fills the scratch of a tile; returns the largest error. classes u8 (tokens,), or NULL. */
 INLINE float divide(const anyfloat *x, const anyfloat *means, int64_t tokens, int64_t width, float step,
                     const uint8_t *classes, work *w)
 {
@@ -275,7 +275,7 @@ INLINE int64_t moved(int64_t model, int64_t kind)
     return SHAPES * smaller(larger(scale, 0), SCALES - 1) + model % SHAPES;
 }
 
-/* Returns channel *c*'s cheapest model of the five scales about its deviation, over kinds. */
+/* Returns channel *c*'s cheapest model of the five scales around its deviation, over all kinds. */
 INLINE int64_t pick(const work *w, int64_t c, double spread, const family *f)
 {
     int64_t scale = 0, best = 0, least = (int64_t)1 << 62;
@@ -288,14 +288,14 @@ INLINE int64_t pick(const work *w, int64_t c, double spread, const family *f)
             int64_t peak = w->peaks[kind][c], first = 0, last = SYMBOLS;
             if (peak < 0)
                 continue; /* no such token */
-            if (peak <= MAX_QUOTIENT) { /* no symbol farther out occurs */
+            if (peak <= MAX_QUOTIENT) { /* no larger symbol occurs */
                 first = ZERO - peak;
                 last = ZERO + peak + 1;
             }
             const any16 *counts = w->histogram + (kind * WIDTH + c) * SYMBOLS;
             int64_t row = w->kinds == 1 ? model : moved(model, kind);
             const any16 *costs = f->costs + row * SYMBOLS;
-            uint32_t mine = 0; /* of 256 tokens of 16 bits each */
+            uint32_t mine = 0; /* at most 256 tokens of 16 bits each */
             for (int64_t symbol = first; symbol < last; symbol++)
                 mine += (uint32_t)counts[symbol] * costs[symbol];
             cost += mine;
@@ -313,7 +313,7 @@ static void move_all(const uint8_t *models, uint8_t kinds[KINDS][WIDTH])
             kinds[kind][c] = (uint8_t)moved(models[c], kind);
 }
 
-/* Fills a tile's symbols and appends its escapes; returns how many, or -1 when there is no room. */
+/* Fills a tile's symbols and appends its escapes; returns their number, or -1 if values is full. */
 INLINE int64_t name_symbols(const work *w, const uint8_t *models, const uint8_t *classes,
                             const family *f, int64_t tokens, int64_t width, uint8_t *symbols,
                             anyi16 *values, int64_t room)
@@ -374,8 +374,8 @@ INLINE int64_t quantise_tile(const block *b, const anyfloat *x, int64_t tile, do
                         out->values_room - used);
 }
 
-/* Quantises a block, by classes u8 (tokens,) where they are not NULL. Returns how many escapes
- * there are, or -1: it cannot be coded within the promise. */
+/* Quantises a block, by classes u8 (tokens,) if not NULL. Returns the number of escapes, or -1
+ * if it cannot be coded within the error bound. */
 int64_t LOOP(kvq_quantise)(const block *b, double ratio, const uint8_t *classes, const family *f,
                            const tiles_out *out)
 {
@@ -413,8 +413,8 @@ int64_t LOOP(kvq_quantise)(const block *b, double ratio, const uint8_t *classes,
     return used;
 }
 
-/* Tiles on their way back: steps f32 (n,), means f32 (n, 128), and either symbols with their
- * escapes, or quotients f32 (n, tokens, 128) with factors f32 (tokens,). */
+/* Tiles to dequantise: steps f32 (n,), means f32 (n, 128), and either symbols with their escapes,
+ * or quotients f32 (n, tokens, 128) with factors f32 (tokens,). */
 typedef struct {
     const anyfloat *steps, *means;
     const uint8_t *symbols;
@@ -438,7 +438,7 @@ INLINE void store_row(const anyfloat *restrict row, void *out, int64_t at, int64
     }
 }
 
-/* Puts escaped quotients into row, the symbols from a channel on. */
+/* Writes escaped quotients into row, for the symbols from *channel* on. */
 INLINE void patch(anyfloat *row, int64_t run, const uint8_t *symbols, int64_t channel,
                   const anyi16 *values)
 {
@@ -449,8 +449,8 @@ INLINE void patch(anyfloat *row, int64_t run, const uint8_t *symbols, int64_t ch
             row[c] = (float)*values++;
 }
 
-/* Where the escapes of each tile and token begin, i32 (n, tokens + 1); NULL where they are not
- * as many as counted. */
+/* Returns where the escapes of each tile and token begin, i32 (n, tokens + 1), or NULL without
+ * memory. Sets is_right to whether they are as many as counted. */
 static int32_t *escapes_by_row(const tiles_in *t, int64_t tokens, int *is_right)
 {
     int32_t *firsts = malloc((size_t)(t->tiles * (tokens + 1) + 1) * sizeof *firsts);
@@ -470,8 +470,8 @@ static int32_t *escapes_by_row(const tiles_in *t, int64_t tokens, int *is_right)
     return firsts;
 }
 
-/* Writes a block from tiles: heads, tokens and dim of words that are *item_bytes* wide. Returns
- * whether each tile had the escapes it counts. */
+/* Writes a block (heads, tokens, dim) of *item_bytes* words from tiles. Returns whether each tile
+ * has as many escapes as counted. */
 int64_t LOOP(kvq_dequantise)(const tiles_in *t, const block *b, void *out)
 {
     int64_t tokens = b->tokens, dim = b->dim;
@@ -517,7 +517,7 @@ int64_t LOOP(kvq_dequantise)(const tiles_in *t, const block *b, void *out)
     return is_right;
 }
 
-/* Fills out f32 (n, tokens, 128) with quotients; returns whether escapes are as counted. */
+/* Fills out f32 (n, tokens, 128) with quotients; returns whether escapes match their counts. */
 int64_t LOOP(kvq_quotients)(const tiles_in *t, int64_t tokens, anyfloat *out)
 {
     int64_t used = 0;
@@ -550,7 +550,7 @@ INLINE void contexts_of_row(const anyfloat *restrict q, const uint8_t *restrict 
     }
 }
 
-/* Fills out u8 (n, tokens, 128): rows u8 (n, 128) and how far out each quotient is. */
+/* Fills out u8 (n, tokens, 128) with rows u8 (n, 128) + min(|q|, 2). */
 void LOOP(kvq_contexts)(const anyfloat *q, const uint8_t *rows, uint8_t *out, int64_t tiles,
                         int64_t tokens)
 {
@@ -558,7 +558,7 @@ void LOOP(kvq_contexts)(const anyfloat *q, const uint8_t *rows, uint8_t *out, in
         contexts_of_row(q + line * WIDTH, rows + line / tokens * WIDTH, out + line * WIDTH);
 }
 
-/* Makes q f32 those of the next level by thirds u8: 0 towards zero to 2 away from it. */
+/* Refines q f32 to the next level by thirds u8: 0 towards zero, 2 away from it. */
 void LOOP(kvq_add)(anyfloat *restrict q, const uint8_t *restrict thirds, int64_t count)
 {
     for (int64_t i = 0; i < count; i++) {
@@ -567,7 +567,7 @@ void LOOP(kvq_add)(anyfloat *restrict q, const uint8_t *restrict thirds, int64_t
     }
 }
 
-/* What refining fills, by level: symbols and contexts u8 (levels, n, tokens, 128), errors f32
+/* The result of refining, by level: symbols and contexts u8 (levels, n, tokens, 128), errors f32
  * (levels, n); rows u8 (levels, n, 128) of contexts. */
 typedef struct {
     const anyfloat *steps, *means;
@@ -628,7 +628,7 @@ int64_t LOOP(kvq_refine)(const block *b, const refinement *r)
     return is_right;
 }
 
-/* Fills out u8 (n, tokens, 128): the model of each number of models u8 (n, 128), by classes. */
+/* Fills out u8 (n, tokens, 128) with each number's model, from models u8 (n, 128) and classes. */
 void LOOP(kvq_move)(const uint8_t *models, const uint8_t *classes, uint8_t *out, int64_t tiles,
                     int64_t tokens)
 {

@@ -1,8 +1,8 @@
-/* What the loops share. Each file is compiled once a path: PATH is avx512, avx2 or portable,
- * and LOOP(name) is the name of an exported function of that path.
+/* Shared definitions of the loops. Each file is compiled once per path: PATH is avx512, avx2 or
+ * portable, and LOOP(name) is the name of an exported function of that path.
  *
- * Functions take plain addresses and sizes; the caller has checked shapes. Whatever the bytes of
- * a frame say, no index leaves the arrays. Floats are IEEE's: the file is compiled without
+ * Functions take plain addresses and sizes; the caller has checked shapes. No content of a frame
+ * can move an index out of the arrays. Floats are IEEE 754: files are compiled without
  * contraction, so that all paths and the references write the same bytes.
  */
 #ifndef KVSTORE_LOOPS_H
@@ -27,7 +27,7 @@
 #define LOOP(name) __attribute__((visibility("default"))) KVSTORE_JOIN(name, PATH)
 #define INLINE static inline __attribute__((always_inline))
 
-/* Numbers at any address: parts of a frame lie at any offset of it. */
+/* Numbers at any address: the parts of a frame are not aligned. */
 typedef uint16_t __attribute__((aligned(1), may_alias)) any16;
 typedef int16_t __attribute__((aligned(1), may_alias)) anyi16;
 typedef uint32_t __attribute__((aligned(1), may_alias)) any32;
@@ -35,7 +35,7 @@ typedef uint64_t __attribute__((aligned(1), may_alias)) any64;
 typedef int64_t __attribute__((aligned(1), may_alias)) anyi64;
 typedef float __attribute__((aligned(1), may_alias)) anyfloat;
 
-/* Returned where there is no memory for scratch. */
+/* Returned when scratch memory cannot be allocated. */
 #define NO_MEMORY (-2)
 
 INLINE uint64_t load64(const uint8_t *at)

@@ -1,7 +1,7 @@
-/* Which paths this processor runs, and what the library's functions look like from outside. */
+/* The paths that this processor supports, and the library's ABI version. */
 #include <stdint.h>
 
-/* Changes with any signature or structure: proto/native/__init__.py refuses another one. */
+/* Changes with any signature or structure; proto/native/__init__.py refuses other versions. */
 #define ABI 1
 
 __attribute__((visibility("default"))) int32_t kvstore_loops_abi(void) { return ABI; }

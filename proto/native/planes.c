@@ -1,10 +1,10 @@
-/* Words split into byte planes and joined, sieved planes, and numbers quantised by groups.
+/* Byte planes of words, the dictionary coder of planes, and quantisation by groups.
  *
- * The layouts stand in docs/format.md.
+ * docs/format.md specifies the layouts.
  */
 #include "loops.h"
 
-/* --- planes: exponent, sign and mantissa apart */
+/* --- planes: exponent, sign and mantissa separated */
 
 void LOOP(split_bfloat16)(const any16 *restrict words, uint8_t *restrict exponent,
                           uint8_t *restrict rest, int64_t count)
@@ -61,7 +61,7 @@ void LOOP(join_float32)(any32 *restrict words, const uint8_t *restrict exponent,
     }
 }
 
-/* --- sieve: two bits say which of three values a byte is, or that it goes on to the next pass */
+/* --- sieve: two bits name one of three values, or pass the byte on to the next pass */
 
 enum { PASSES = 5, VALUES = 3, SIFTED = 64, BITS_BYTES = 16 };
 
@@ -89,7 +89,7 @@ INLINE uint8_t *sift_group(const uint8_t *source, const uint8_t *kept, uint8_t *
         uint64_t none = (value != kept[0]) & (value != kept[1]) & (value != kept[2]);
         low |= ((value == kept[1]) | none) << k;
         high |= ((value == kept[2]) | none) << k;
-        *left = value; /* for good only when it is none of them */
+        *left = value; /* kept only if it is none of the three */
         left += none;
     }
     memcpy(bits, &low, sizeof low);
@@ -97,9 +97,9 @@ INLINE uint8_t *sift_group(const uint8_t *source, const uint8_t *kept, uint8_t *
     return left;
 }
 
-/* Writes the passes of data u8 (size,) and what the last one left to out; scratch has twice
- * size + 64 bytes. Fills counts i64 (5,) with what each pass left. Returns whether out, of room
- * bytes, was long enough. */
+/* Writes the passes of data u8 (size,) and the bytes that remain after the last to out; scratch
+ * has twice size + 64 bytes. Fills counts i64 (5,) with the bytes that remain after each pass.
+ * Returns whether out, of room bytes, was long enough. */
 int64_t LOOP(sieve_squeeze)(const uint8_t *data, int64_t size, const uint8_t *values,
                             uint8_t *scratch, uint8_t *out, int64_t room, anyi64 *counts)
 {
@@ -129,7 +129,7 @@ int64_t LOOP(sieve_squeeze)(const uint8_t *data, int64_t size, const uint8_t *va
     return 1;
 }
 
-/* Returns how many of left, of which limit are there, the group asks for; never reads more. */
+/* Returns how many bytes of left the group needs; reads none at or past limit. */
 INLINE int64_t restore_group(const uint8_t *bits, const uint8_t *kept, const uint8_t *left,
                              int64_t at, int64_t limit, uint8_t *out, int64_t items)
 {
@@ -158,9 +158,9 @@ INLINE int64_t restore_group(const uint8_t *bits, const uint8_t *kept, const uin
     return wanted;
 }
 
-/* Fills out u8 (size,) from body, by counts i64 (5,) of what each pass left; scratch as above.
- * The caller has checked that body is as long as counts say. Returns whether each pass had as
- * many as its bits ask for. */
+/* Fills out u8 (size,) from body; counts i64 (5,) and scratch as above. The caller has checked
+ * the length of body against counts. Returns whether each pass has as many bytes as its bits
+ * need. */
 int64_t LOOP(sieve_spread)(const uint8_t *body, int64_t length, const uint8_t *values,
                            const anyi64 *counts, uint8_t *scratch, uint8_t *out, int64_t size)
 {
@@ -187,7 +187,7 @@ int64_t LOOP(sieve_spread)(const uint8_t *body, int64_t length, const uint8_t *v
     return 1;
 }
 
-/* --- grouped: scale and minimum for each 64 tokens of a channel, or 64 channels of a token */
+/* --- grouped: scale and minimum per 64 tokens of a channel, or per 64 channels of a token */
 
 enum { GROUPED = 64 };
 
@@ -243,8 +243,8 @@ INLINE int32_t is_off(float found, float value, float wide)
     return !(fabsf(found - value) <= fabsf(value) * SLACK + wide * HALF_STEP);
 }
 
-/* scales and minima f32 as above; fills codes u8 and what they stand for, f32, both as values.
- * Returns how many numbers are too far off. */
+/* scales and minima f32 as low and high above; fills codes u8 and their values back f32, both
+ * shaped like values. Returns how many numbers exceed the error bound. */
 int64_t LOOP(grouped_quantise)(const anyfloat *restrict values, const anyfloat *restrict scales,
                                const anyfloat *restrict minima, uint8_t *restrict codes,
                                anyfloat *restrict back, int64_t heads, int64_t tokens, int64_t dim,
@@ -284,7 +284,7 @@ int64_t LOOP(grouped_quantise)(const anyfloat *restrict values, const anyfloat *
     return off;
 }
 
-/* The other way round: values f32 out of codes, which are signed where is_signed. */
+/* The inverse: fills values f32 from codes, which are signed if is_signed. */
 void LOOP(grouped_expand)(const uint8_t *restrict codes, const anyfloat *restrict scales,
                           const anyfloat *restrict minima, anyfloat *restrict values, int64_t heads,
                           int64_t tokens, int64_t dim, int32_t by_token, int32_t is_signed)

@@ -1,13 +1,13 @@
 /* Interleaved rANS, 32 lanes over one stream of 16-bit words; see codecs/rans.py for the layout.
  *
- * A tile is symbols u8 (tokens * channels), a lane codes two channels of each group of 64. Two
- * tiles go in step where there are registers for it, which hides the latency of the gathers.
+ * A tile is symbols u8 (tokens * channels); a lane codes two channels of each group of 64. With
+ * enough registers two tiles are coded together, which hides the latency of the gathers.
  */
 #include "loops.h"
 
 enum { CODER_LANES = 32, GROUP = 64, SLOTS = 4096, MIN_STATE = 1 << 16, MAX_SYMBOLS = 256 };
 
-/* One batch: rows has where each channel's row starts in the table, in the order of the lanes. */
+/* One batch: rows has the start of each channel's row in the table, in lane order. */
 typedef struct {
     uint8_t *symbols;
     const any32 *rows;
@@ -16,7 +16,7 @@ typedef struct {
     int64_t size, channels;
 } batch;
 
-/* Where a tile stands in its words, and the last place behind which a group's most are there. */
+/* A tile's position in its words, and the last one that has the words of a whole group ahead. */
 typedef struct {
     int64_t at, limit;
 } place;
@@ -76,7 +76,7 @@ INLINE void decode_group(const batch *b, const any16 *words, anyi64 *at, __m512i
     }
 }
 
-/* Decodes *tiles* tiles from *first* on, while all have a group's words; returns the next base. */
+/* Decodes *tiles* tiles from *first* on while all are within their limit; returns the next base. */
 INLINE int64_t decode_some(const batch *b, const any16 *words, place *places, int64_t first,
                            int tiles, int64_t base)
 {
@@ -128,7 +128,7 @@ INLINE void encode_step(const batch *b, any16 *words, anyi64 *at, __m512i *state
     *missing |= _mm512_testn_epi32_mask(frequency, frequency);
     __m512i x = *state;
     __mmask16 full = _mm512_cmpge_epu32_mask(x, _mm512_slli_epi32(frequency, 20));
-    /* Sixteen places are written, the last ones for good: as many are free before the first. */
+    /* Sixteen words are written and the last *count* kept; 32 free words precede the first. */
     int count = __builtin_popcount(full);
     __m512i dense = _mm512_maskz_compress_epi32(full, x);
     const __m512i lanes = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
@@ -248,7 +248,7 @@ INLINE int encode_some(const batch *b, any16 *words, place *places, int64_t firs
                 uint64_t frequency = entry & 0xFFF, x = states[lane];
                 is_coded &= frequency > 0;
                 uint64_t full = x >= frequency << 20;
-                words[at - 1] = (uint16_t)x; /* for good only when full */
+                words[at - 1] = (uint16_t)x; /* kept only if full */
                 at -= (int64_t)full;
                 x >>= full << 4;
                 uint64_t quotient = (x * (entry >> 32)) >> 32;
@@ -267,9 +267,8 @@ INLINE int encode_some(const batch *b, any16 *words, place *places, int64_t firs
 #endif
 
 /* Encodes symbols u8 (tiles, size) by models u8 (tiles, channels) and table u64 (models, 256).
- * Fills states u32 (tiles, 32), which begin at 2^16, counts u32 (tiles,) and words, of which as
- * many as there are symbols have room. Returns how many words there are, or -1 for a symbol of
- * frequency 0. */
+ * Fills states u32 (tiles, 32), which begin at 2^16, counts u32 (tiles,) and words, at most one
+ * per symbol. Returns the number of words, or -1 for a symbol of frequency 0. */
 int64_t LOOP(rans_encode)(uint8_t *symbols, const uint8_t *models, const any64 *table,
                           any32 *states, any32 *counts, any16 *words, int64_t tiles,
                           int64_t size, int64_t channels)
@@ -308,7 +307,7 @@ int64_t LOOP(rans_encode)(uint8_t *symbols, const uint8_t *models, const any64 *
     return end;
 }
 
-/* Decodes the rest of a tile from its last words, zeros behind them; whether it ends well. */
+/* Decodes the rest of a tile from its last words, zero-padded; returns whether it ends as begun. */
 static int decode_end(const batch *b, const any16 *words, place *places, int64_t tile,
                       int64_t base)
 {
@@ -331,9 +330,9 @@ static int decode_end(const batch *b, const any16 *words, place *places, int64_t
     return left == 0 && off == 0 && base == b->size;
 }
 
-/* Decodes words, of which counts u32 (tiles,) are each tile's, into out u8 (tiles, size) by
- * models u8 (tiles, channels) and table u32 (models, 4096). States are used up. Returns whether
- * each lane ended at 2^16 with all words of its tile used. */
+/* Decodes words, counts u32 (tiles,) of them per tile, into out u8 (tiles, size) by models u8
+ * (tiles, channels) and table u32 (models, 4096). Overwrites states. Returns whether each lane
+ * ended at 2^16 with all words of its tile used. */
 int64_t LOOP(rans_decode)(any32 *states, const any32 *counts, const any16 *words,
                           const uint8_t *models, const any32 *table, uint8_t *out,
                           int64_t tiles, int64_t size, int64_t channels)

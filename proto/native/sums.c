@@ -1,4 +1,4 @@
-/* Copying and reading with XXH3 in one pass: each word is loaded once, stored and summed.
+/* Copy and read with XXH3 in one pass: each word is loaded once, stored and summed.
  *
  * XXH3 (64 bits, default secret, no seed) as in its specification, for inputs of whole units of
  * 1024 bytes: a unit is a block of sixteen stripes.
@@ -43,7 +43,7 @@ enum { LANES = 4 };
 enum { LANES = 2 };
 #endif
 
-/* A register of LANES words, and what is done with it. */
+/* A register of LANES words, and its operations. */
 typedef uint64_t lanes __attribute__((vector_size(8 * LANES)));
 INLINE lanes get(const void *at)
 {
@@ -53,8 +53,8 @@ INLINE lanes get(const void *at)
 }
 INLINE void put(void *at, lanes value) { memcpy(at, &value, sizeof value); }
 
-/* product: of the low halves of words. crossed: words exchanged with their neighbours. put_past:
- * stores that pass the caches, at 16-byte boundaries. */
+/* product: of the low halves of words. crossed: neighbouring words swapped. put_past: stores past
+ * the caches (non-temporal), at 16-byte boundaries. */
 #if defined(__AVX512F__)
 INLINE lanes product(lanes a, lanes b) { return (lanes)_mm512_mul_epu32((__m512i)a, (__m512i)b); }
 INLINE lanes crossed(lanes a) { return (lanes)_mm512_shuffle_epi32((__m512i)a, (_MM_PERM_ENUM)0x4E); }
@@ -88,7 +88,7 @@ INLINE lanes crossed(lanes a) { return (lanes){a[1], a[0]}; }
 INLINE void put_past(uint8_t *at, lanes value) { put(at, value); }
 #endif
 
-/* The compiler knows nothing of the value behind this, so it cannot load it anew. */
+/* Makes the value opaque to the compiler, so that it cannot load it again. */
 #if defined(__AVX512F__)
 #define HOLD(value) __asm__ volatile("" : "+v"(value))
 #elif defined(__SSE2__)
@@ -122,7 +122,7 @@ INLINE void add_unit(sums *s, const uint8_t *data, uint8_t *out, enum store how,
         for (int r = 0; r < REGISTERS; r++) {
             size_t at = (size_t)stripe * STRIPE + (size_t)r * LANES * 8;
             lanes value = get(data + at);
-            /* A load that is made twice could sum what it did not store, while a writer writes. */
+            /* With a concurrent writer, a second load could sum other bytes than were stored. */
             HOLD(value);
             if (how == NEAR)
                 put(out + at, value);
@@ -158,8 +158,8 @@ INLINE uint64_t digest(const sums *s, uint64_t size)
     return found ^ (found >> 32);
 }
 
-/* A piece of a group: where to, where from, how many units; for the last of a group the group's
- * size in bytes, else 0; the sum is written there. */
+/* A piece of a group: destination, source, number of units; size is the group's bytes in its last
+ * piece, else 0. The group's sum is written to its last piece. */
 typedef struct {
     uint64_t out, from, units, size, sum;
 } piece;
@@ -175,7 +175,7 @@ INLINE void copy_units(sums *s, const piece *p, enum store how, int is_end)
         add_unit(s, data, out, how, 1);
 }
 
-/* Copies a piece, past the caches where *is_past* and its place is at a 16-byte boundary. */
+/* Copies a piece, past the caches if *is_past* and its destination is 16-byte aligned. */
 INLINE void copy_piece(sums *s, const piece *p, int is_past)
 {
     if (is_past && (p->out & 15) == 0)
@@ -194,7 +194,7 @@ INLINE int end_piece(sums *s, const piece *p, uint64_t *found)
     return 1;
 }
 
-/* Stores past the caches pass others: nobody may hear of them too early. */
+/* Non-temporal stores are not ordered with others: finish them before the result is published. */
 INLINE void fence(void)
 {
 #if defined(__x86_64__)
@@ -214,9 +214,9 @@ void LOOP(copy_summed)(piece *pieces, uint64_t count, int32_t is_past)
     fence();
 }
 
-/* Copies the *count* parts of a raw *frame* from it, or to it where *is_encode*, and writes the sum
- * of each group to *found*. The pieces' ``from`` are offsets in the frame, *places* are where the
- * parts lie: pieces are of a layout, and the same for all of its chunks. */
+/* Copies the *count* parts of a raw *frame* from it, or to it if *is_encode*, and writes the sum
+ * of each group to *found*. The pieces' ``from`` are offsets in the frame, *places* the addresses
+ * of the parts: all chunks of a layout share the pieces. */
 void LOOP(copy_frame)(const piece *pieces, uint64_t count, uint64_t frame, const uint64_t *places,
                       uint64_t *found, int32_t is_encode, int32_t is_past)
 {
@@ -233,8 +233,8 @@ void LOOP(copy_frame)(const piece *pieces, uint64_t count, uint64_t frame, const
     fence();
 }
 
-/* A piece that goes into a block of a cache. Where ``width`` is not 0 the block has it turned: of
- * ``tokens`` rows of ``width`` numbers, ``item`` bytes each, it has the columns one after another. */
+/* A piece for a block of a paged cache. If ``width`` is not 0 the block has it transposed: the
+ * columns of ``tokens`` rows of ``width`` numbers of ``item`` bytes, one after another. */
 typedef struct {
     piece flat;
     uint64_t tokens, width, item;
@@ -249,8 +249,8 @@ INLINE void turn_any(uint8_t *out, const uint8_t *from, size_t tokens, size_t wi
 }
 
 #if defined(__SSE2__)
-/* Squares of four by four, or eight by eight: each is in registers while it is turned. Stores pass
- * the caches, which halves the time, and need 16-byte boundaries. */
+/* Transpose by squares of 4 x 4 or 8 x 8 in registers. Non-temporal stores halve the time and need
+ * 16-byte alignment. */
 INLINE void turn32(uint8_t *out, const uint8_t *from, size_t tokens, size_t width)
 {
     for (size_t column = 0; column < width; column += 4)
@@ -321,9 +321,9 @@ INLINE void turn(const block_piece *p)
     }
 }
 
-/* Copies *count* pieces into blocks and sums each group, as ``copy_summed`` does. A piece that is
- * turned is read a second time, from the cache, for its sum: bytes that changed in between fail
- * it. */
+/* Copies *count* pieces into blocks and sums each group, as ``copy_summed`` does. A transposed
+ * piece is read a second time, from the cache, for its sum: if its bytes changed in between, the
+ * sum does not match. */
 void LOOP(scatter_summed)(block_piece *pieces, uint64_t count)
 {
     sums s;
@@ -340,9 +340,9 @@ void LOOP(scatter_summed)(block_piece *pieces, uint64_t count)
     fence();
 }
 
-/* Reads *count* pieces of the file *descriptor*, whose ``from`` are offsets, step by step, and
- * sums each step while it is in cache. Returns how many pieces were read: all, or up to one that
- * could not be read whole. */
+/* Reads *count* pieces of the file *descriptor*, whose ``from`` are file offsets, step by step, and
+ * sums each step while it is in cache. Returns how many pieces were read: all, or those before the
+ * first that could not be read whole. */
 uint64_t LOOP(read_summed)(piece *pieces, uint64_t count, int32_t descriptor)
 {
     sums s;

@@ -1,4 +1,4 @@
-"""SGLang's HiCache on this store: ``KVStoreStorage``, loaded with SGLang when it is asked for."""
+"""SGLang's HiCache on this store: ``KVStoreStorage``, imported with SGLang on first access."""
 
 from __future__ import annotations
 

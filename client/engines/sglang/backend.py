@@ -42,15 +42,15 @@ from kvstore.client.engines.sglang.pages import (
 from kvstore.proto.errors import ModelError
 
 CONTEXT = "sglang.srt.runtime_context"
-"""Where an engine of 0.5.23 keeps what it was started with, and its ``weight_version``."""
+"""Where an engine of 0.5.23 keeps its arguments and its ``weight_version``."""
 NO_ENGINE = (ImportError, AttributeError, ValueError, RuntimeError, LookupError)
-"""What is raised where a process has no engine, and by an engine of another release."""
+"""Raised in a process without an engine, and by engines of other releases."""
 _flushes = itertools.count(1)
-"""Of this process, over all backends that were attached: ranks count alike."""
+"""Numbers this process's flushes over all attached backends: ranks count alike."""
 
 
 def of_engine(getter: str, field: str = "") -> Any:
-    """Return what *getter* of this process's engine returns, or a field of it; None without one."""
+    """Return the result of this process's engine's *getter*, or its *field*; None without one."""
     try:
         found = getattr(importlib.import_module(CONTEXT), getter)()
         return attrgetter(field)(found) if field else found
@@ -59,11 +59,11 @@ def of_engine(getter: str, field: str = "") -> Any:
 
 
 def agreed_bytes() -> bytes:
-    """Return random bytes, the same to all ranks that flush together: the first one draws them."""
+    """Return random bytes, the same on all ranks that flush together; the first rank draws them."""
     number, drawn = next(_flushes), os.urandom(EPOCH_BYTES).hex()
     group = of_engine("get_parallel", "attn_dp_rank")
     if group is None:
-        return drawn.encode()  # of this rank alone, which is safe
+        return drawn.encode()  # differs on each rank, which is safe
     try:
         store = torch.distributed.distributed_c10d._get_default_store()
         return bytes(store.compare_set(f"kvstore-weights-{group}-{number}", "", drawn))
@@ -72,11 +72,11 @@ def agreed_bytes() -> bytes:
 
 
 class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
-    """Pages in the store; SGLang's threads may call at once.
+    """SGLang's storage backend. Thread-safe.
 
-    With ``interface_v1`` pages go straight between the host pool and the store. A store that
-    fails is a miss, or a page that was not kept. Raises InvalidRequestError for settings and
-    ModelError for pools that it does not understand, when SGLang attaches it.
+    With ``interface_v1`` pages transfer directly between the host pool and the store. A store
+    error is a miss, or a page not stored. When SGLang attaches it, raises InvalidRequestError for
+    invalid settings and ModelError for unsupported pools.
     """
 
     def __init__(self, storage_config: HiCacheStorageConfig, kwargs: dict[str, Any]) -> None:
@@ -96,7 +96,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
             resets_on_flush=self._settings.reset_on_flush,
         )
         self._is_writer = bool(config.is_storage_writer)
-        self.pages: PageStore  # those of the pool that SGLang registers first
+        self.pages: PageStore  # of the pool that SGLang registers first
         self._aux: dict[str, AuxPoolStore] = {}
         if config.dcp_size > 1:
             raise ModelError("dcp_size", config.dcp_size, "use 1: pages would be shards")
@@ -106,7 +106,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         super().register_mem_pool_host(mem_pool_host)
         self.pages = PageStore(mem_pool_host, self._rank, self._settings)
         if hasattr(mem_pool_host, "clear"):
-            # SGLang reports no flush and no update to a backend; it clears the pool at each.
+            # SGLang reports flushes and weight updates to no backend, but clears the pool.
             mem_pool_host.clear = partial(self._cleared, mem_pool_host.clear)
 
     def _cleared(self, clear: Callable[[], None]) -> None:
@@ -120,7 +120,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         if name != PoolName.KV.value:
             self._aux[name] = AuxPoolStore(host_pool, name, self._rank, self._settings)
 
-    # --- the pool of KV: pages in place, or as flat tensors
+    # --- the KV pool: pages in place, or as flat tensors
 
     @override
     def batch_get_v1(
@@ -194,7 +194,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         names = self._epoch.named(keys)
         return self.pages.count(names) if names else 0
 
-    # --- pools beside that of KV: recurrent states, windows, indices
+    # --- auxiliary pools: recurrent states, windows, indices
 
     @override
     def batch_exists_v2(
@@ -208,7 +208,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
         usable, hits = set(range(1, pages + 1)), {PoolName.KV: pages} if pages else {}
         for transfer in pool_transfers or ():
             if transfer.hit_policy not in (PoolHitPolicy.ALL_PAGES, PoolHitPolicy.TRAILING_PAGES):
-                continue  # such a pool gates nothing, and of one that is not named nothing is read
+                continue  # it restricts no prefix, and pools not in the hits are not read
             is_trailing = transfer.hit_policy == PoolHitPolicy.TRAILING_PAGES
             trailing = max(1, len(transfer.keys or ())) if is_trailing else 0
             aux = self._aux.get(transfer.name)
@@ -248,7 +248,7 @@ class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]
             aux.clear()
 
     def stats(self) -> ConnectorStats:
-        """Return what this backend did since its birth."""
+        """Return the backend's counters since its creation."""
         return self.pages.stats()
 
     def close(self) -> None:

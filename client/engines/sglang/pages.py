@@ -1,8 +1,8 @@
-"""Pages of SGLang's host pools as chunks of the store. Knows the pools' layouts, not SGLang.
+"""Pages of SGLang's host pools as chunks of the store. Depends on pool layouts, not on SGLang.
 
-A page is a chunk: its tensors are views of the pool's memory, whatever its layout. Pools beside
-that of KV (recurrent states, windows, indices) are stored as bytes, page by page. SGLang's hashes
-cover tokens, cache salts and the ids of adapters; what else KV depends on is in the Model.
+A page is a chunk: its tensors are views of the pool's memory in any layout. Auxiliary pools
+(recurrent states, windows, indices) are stored as bytes, page by page. SGLang's hashes cover
+tokens, cache salts and adapter ids; everything else that KV depends on is in the Model.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ LAYOUTS = {
     "page_head": "pnhtld",
 }
 """Axes of a pool's buffer: K and V (p), pages (n), layers, tokens, heads, elements of a head (d).
-Without n tokens of all pages follow each other. Latents have no p."""
+Without n the tokens of all pages are contiguous. Latents have no p."""
 SERVER_ARGS = (
     *("dtype", "quantization", "quantization_param_path", "kv_cache_dtype", "revision"),
     *("json_model_override_args", "model_impl", "modelopt_quant", "model_loader_extra_config"),
@@ -56,41 +56,41 @@ SERVER_ARGS = (
     *("speculative_draft_model_quantization", "load_format", "custom_weight_loader"),
     *("modelopt_checkpoint_restore_path", "enable_quant_communications"),
 )
-"""What KV depends on. Draft models are among it as their layers may lie in the same pages."""
+"""Arguments that KV depends on. Draft models are included: their layers may share the pages."""
 BATCH = 16
-"""Pages of bytes that are copied at a time, between the pool and the store."""
+"""Byte pages copied at a time, between the pool and the store."""
 STATES = "mamba"
-"""The pool of recurrent states: every rank has its own, also of models whose KV all ranks share."""
+"""The pool of recurrent states: one per rank, even for models whose KV all ranks share."""
 OF_OTHER_WEIGHTS = ("draft", "draft_swa")
-"""Pools of another model, whose weights nobody names."""
+"""Pools of another model, whose weights have no name."""
 NO_ADAPTER = "none"
 _SGLANG_SETTINGS = frozenset({"backend_name", "module_path", "class_name", "interface_v1"})
 
 
 HostPool: TypeAlias = Any
 """SGLang's ``HostKVCache``: ``layout``, ``page_size``, ``start_layer``, ``layer_num`` and
-``kv_buffer``, and pages as flat tensors. Pools beside that of KV need no buffer."""
+``kv_buffer``, and pages as flat tensors. Auxiliary pools need no buffer."""
 
 
-# --- whose pages they are
+# --- identity of pages
 
 
 @dataclass(frozen=True, slots=True)
 class ServerArgsDigest:
-    """What an engine was started with, as far as its KV depends on it."""
+    """The engine's arguments that KV depends on."""
 
     settings: dict[str, str] | None = None
-    """Those that somebody gave; None of an engine whose arguments are not known."""
+    """Those that were given; None if the engine's arguments are unknown."""
     kv_cache_dtype: str = ""
     adapters: tuple[str, ...] = ()
-    """Folders of LoRA adapters: SGLang makes their ids of names and paths alone."""
+    """Folders of LoRA adapters: SGLang derives their ids from names and paths only."""
     model_path: str = ""
     commit: str = ""
-    """Of a hub's model, if it was given."""
+    """The hub model's commit, if given."""
 
     @classmethod
     def of(cls, arguments: Any, *, is_hip: bool = False) -> ServerArgsDigest:
-        """Read *arguments*, a ServerArgs, by its fields. *is_hip*: AMD's fp8 has another zero."""
+        """Read *arguments*, a ServerArgs, by its fields. *is_hip*: AMD's fp8 format differs."""
         if getattr(arguments, "load_format", None) == "dummy":
             raise ModelError("load_format", "dummy", "random weights have no name")
         settings = stated({name: getattr(arguments, name, None) for name in SERVER_ARGS})
@@ -106,7 +106,7 @@ class ServerArgsDigest:
         )
 
     def adapter_digest(self, given: str) -> str:
-        """Return a name of the adapters: *given* by the user, or a digest of their files."""
+        """Return the digest *given* by the user, or else one of the adapters' files."""
         if given != NO_ADAPTER or not self.adapters:
             return given
         digest = blake3()
@@ -119,11 +119,11 @@ class ServerArgsDigest:
 
 
 UNKNOWN = ServerArgsDigest()
-"""Of pools without an engine around them."""
+"""For pools without an engine."""
 
 
 def _adapter_paths(given: Any) -> Iterator[str]:
-    """Yield the paths in all the forms that ``--lora-paths`` has."""
+    """Yield the paths in every form of ``--lora-paths``."""
     for one in given.values() if isinstance(given, Mapping) else given or ():
         if isinstance(one, Mapping):
             yield str(one["lora_path"])
@@ -135,7 +135,7 @@ def _adapter_paths(given: Any) -> Iterator[str]:
 
 @dataclass(frozen=True, slots=True)
 class RankInfo:
-    """Whose pages these are. A tensor-parallel rank has some of the heads of a model's pages."""
+    """The rank that owns pages. A tensor-parallel rank has some of the heads of each page."""
 
     is_mla: bool
     tp_rank: int = 0
@@ -147,14 +147,14 @@ class RankInfo:
 
     @property
     def extent(self) -> str:
-        """Which layers or tokens of the model's KV this rank has, which chunks are not cut by."""
+        """This rank's part of the layers or tokens, which chunks are not split by."""
         ranks = [("pp", self.pp_rank, self.pp_size), ("cp", self.cp_rank, self.cp_size)]
         return ",".join(f"{name}{rank}of{size}" for name, rank, size in ranks if size > 1)
 
     def all_heads(self, heads: int, model_heads: int) -> int:
-        """Return the heads of the model, of which this rank has *heads*; *model_heads* if known.
+        """Return the model's number of heads: *model_heads*, or if 0 this rank's *heads* by ranks.
 
-        Where it is not, 0, ranks have heads of their own. Raises ModelError for other numbers.
+        Raises ModelError if *heads* is not an equal share.
         """
         total = model_heads or heads * self.tp_size
         is_even = not (total % self.tp_size and self.tp_size % total)
@@ -166,11 +166,11 @@ class RankInfo:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class PageSettings(EngineSettings):
-    """What the backend's extra configuration says, and what engine it is of."""
+    """The backend's extra configuration, and its engine's weights and arguments."""
 
     adapter_digest: str = NO_ADAPTER
     kv_heads: int = 0
-    """Of the model, where more ranks than that share them; 0: each rank has its own."""
+    """The model's, needed if ranks outnumber them; 0: each rank has its own heads."""
     reset_on_flush: bool = True
     weights: Weights
     engine: ServerArgsDigest = UNKNOWN
@@ -179,9 +179,9 @@ class PageSettings(EngineSettings):
     def parse(
         cls, extra: Mapping[str, Any], model_name: str, engine: ServerArgsDigest = UNKNOWN
     ) -> PageSettings:
-        """Read *extra*. Weights are those of *engine*'s ``model_path``, or else of *model_name*.
+        """Read *extra*. The weights are *engine*'s ``model_path``, or else *model_name*.
 
-        Raises InvalidRequestError for other settings, ModelError for weights without a name.
+        Raises InvalidRequestError for invalid settings, ModelError for weights without a name.
         """
         known = {one.name for one in fields(cls)} - {"weights", "engine"}
         for name in sorted(extra.keys() - known - _SGLANG_SETTINGS):
@@ -203,12 +203,12 @@ class PageSettings(EngineSettings):
         return replace(found, adapter_digest=engine.adapter_digest(found.adapter_digest))
 
     def identity(self, group: LayerGroup, part: str, quantization: str = "none") -> Model:
-        """Return the identity of pages of *group*; *part*: which of the model's."""
+        """Return the identity of pages of *group*; *part* is a suffix of the model's id."""
         settings = self.engine.settings
         departs = {"arguments": "unknown"} if settings is None else dict(settings)
         if departs.get("dtype") == group.dtype.name:
-            del departs["dtype"]  # the layers say so, too
-        # SGLang does not tell a backend what it read the settings as.
+            del departs["dtype"]  # the layer group states it
+        # With other arguments the config that SGLang runs with is unknown.
         config = None if departs else self.weights.config
         return shared.identity_of(
             replace(self.weights, model_id=f"{self.weights.model_id}{part}"),
@@ -220,7 +220,7 @@ class PageSettings(EngineSettings):
 
 
 def kv_model(pool: HostPool, rank: RankInfo, settings: PageSettings) -> Model:
-    """Return what makes the pages of *pool* interchangeable. Raises ModelError."""
+    """Return the identity of *pool*'s KV pages. Raises ModelError."""
     if getattr(pool, "kv_buffer", None) is None:
         raise ModelError("host pool", type(pool).__name__, "it has no KV of its own")
     if pool.layout not in LAYOUTS or (rank.is_mla and pool.layout == "page_head"):
@@ -231,7 +231,7 @@ def kv_model(pool: HostPool, rank: RankInfo, settings: PageSettings) -> Model:
     views = page_views(pool, rank.is_mla, 0)
     in_buffer = sum(part.nbytes for layers in views for parts in layers for part in parts)
     page_bytes = _flat_page(pool, type(pool).__name__).nbytes
-    if in_buffer != page_bytes:  # as of pools that keep the scales of their elements beside it
+    if in_buffer != page_bytes:  # such as pools that keep scales elsewhere
         fix = f"a page is {page_bytes} bytes, and {in_buffer} lie in its buffer"
         raise ModelError("host pool", type(pool).__name__, fix)
     dtype, quantization = dtype_of(pool.kv_buffer), "none"
@@ -250,7 +250,7 @@ def kv_model(pool: HostPool, rank: RankInfo, settings: PageSettings) -> Model:
 
 
 def aux_model(pool: HostPool, name: str, rank: RankInfo, settings: PageSettings) -> Model:
-    """Return what makes pages of the pool *name* interchangeable. Raises ModelError."""
+    """Return the identity of pages of the auxiliary pool *name*. Raises ModelError."""
     if name in OF_OTHER_WEIGHTS:
         raise ModelError("host pool", name, "the weights of draft models have no name")
     page = _flat_page(pool, name)
@@ -272,12 +272,12 @@ def _flat_page(pool: HostPool, name: str) -> torch.Tensor:
 
 
 class WeightsEpoch:
-    """Which weights an engine's pages are of, where they change while it runs.
+    """Names pages by the engine's current weights, which may change while it runs.
 
-    *version*: what SGLang calls the weights by now. *agree* returns bytes that were never returned
-    before, and are the same on each rank. *resets_on_flush*: a flush alone, too, may come with
-    other weights, which SGLang does not report. Any thread may call for names; SGLang flushes from
-    one, with those that store stopped.
+    *version* returns SGLang's current name of the weights. *agree* returns fresh bytes, the same
+    on each rank. *resets_on_flush*: treat every flush as a change of weights, because SGLang does
+    not report one. ``named`` is for any thread; SGLang flushes from one thread, while those that
+    store are stopped.
     """
 
     def __init__(
@@ -294,16 +294,16 @@ class WeightsEpoch:
         self._epoch = b""
 
     def named(self, hashes: Sequence[str]) -> list[str]:
-        """Return what the store calls pages; nothing while the pool has some of older weights."""
+        """Return the store's names of pages; [] while the pool may hold pages of older weights."""
         if self._version() != self._known:
             return []
         epoch = self._epoch
         return [blake3(epoch + one.encode()).hexdigest() if epoch else one for one in hashes]
 
     def flushed(self) -> None:
-        """Note that the engine has no page left: what was stored before is not loaded again.
+        """Start a new epoch once the pool is empty: pages stored before are not loaded again.
 
-        A version that is a commit or a digest is a name that engines share.
+        Engines share the epoch of a version that is a commit or a digest.
         """
         agreed, version = self._agree(), self._version()
         if version != self._known and shared.is_exact(version):
@@ -313,7 +313,7 @@ class WeightsEpoch:
         self._known = version
 
 
-# --- where they lie
+# --- memory of pages
 
 
 def page_views(
@@ -321,7 +321,7 @@ def page_views(
 ) -> LayerTensors:
     """Return views of page *number* of the pool, each (kv_heads, page_size, head_dim).
 
-    With *flat* of the one page that it holds, in the pool's order.
+    With *flat*, views of the page it holds, in the pool's layout.
     """
     axes, buffer = LAYOUTS[pool.layout], pool.kv_buffer
     axis = axes.index("n" if "n" in axes else "t")
@@ -349,15 +349,15 @@ def digests_of(hashes: Sequence[str]) -> list[ChainDigest]:
 
 
 def _taken(outcomes: Sequence[PutOutcome], count: int) -> list[bool]:
-    """Return which of *count* pages a put took; none where it failed."""
+    """Return which of *count* pages a put stored; none if it failed."""
     return [one is not PutOutcome.refused for one in outcomes] or [False] * count
 
 
 class PageStore(Connector):
-    """Stores and loads pages by SGLang's hashes. Thread-safe; never raises once it was made."""
+    """Stores and loads pages by SGLang's hashes. Thread-safe; never raises after construction."""
 
     def __init__(self, pool: HostPool, rank: RankInfo, settings: PageSettings) -> None:
-        """Raises ModelError for pools that are not understood."""
+        """Raises ModelError for unsupported pools."""
         self._pool = pool
         self._is_mla = rank.is_mla
         model, shard = kv_model(pool, rank, settings), None
@@ -367,11 +367,11 @@ class PageStore(Connector):
         super().__init__(client, shard=shard)
 
     def count(self, hashes: Sequence[str]) -> int:
-        """Return how many of the first of *hashes* are stored."""
+        """Return the length of the longest stored prefix of *hashes*."""
         return self.ask(lambda: self.client.lookup(keys=self.keys_of(digests_of(hashes))).ready, 0)
 
     def load(self, hashes: Sequence[str], places: Sequence[LayerTensors]) -> int:
-        """Read the longest stored prefix of *hashes* into *places*; return how many pages."""
+        """Read the longest stored prefix of *hashes* into *places*; return its page count."""
 
         def get() -> int:
             keys = self.keys_of(digests_of(hashes))
@@ -388,9 +388,9 @@ class PageStore(Connector):
     def store(
         self, hashes: Sequence[str], places: Sequence[LayerTensors], before: Sequence[str]
     ) -> list[bool]:
-        """Store pages that follow those called *before*; return which the store has taken.
+        """Store pages that follow those named *before*; return which were stored.
 
-        It shows a page once every rank has stored its heads of it.
+        A page becomes visible once every rank has stored its heads.
         """
 
         def chunks() -> list[Chunk]:
@@ -406,18 +406,18 @@ class PageStore(Connector):
         return _taken(self.write_each(chunks), len(hashes))
 
     def page(self, number: int, flat: torch.Tensor | None = None) -> LayerTensors:
-        """Return views of page *number* of the pool, or of the one page that *flat* is."""
+        """Return views of page *number* of the pool, or of the page in *flat*."""
         return page_views(self._pool, self._is_mla, number, flat)
 
 
 class AuxPoolStore(Connector):
-    """Stores and loads pages of one pool beside that of KV, by the hashes of the KV they belong to.
+    """Stores and loads pages of one auxiliary pool, by the hashes of their KV.
 
-    Thread-safe; never raises once it was made. ``is_own``: every rank stores its own pages.
+    Thread-safe; never raises after construction. ``is_own``: every rank stores its own pages.
     """
 
     def __init__(self, pool: HostPool, name: str, rank: RankInfo, settings: PageSettings) -> None:
-        """Raises ModelError for pools that are not understood."""
+        """Raises ModelError for unsupported pools."""
         self._pool = pool
         self.is_own = not rank.is_mla or name == STATES
         self.page_size: int = pool.page_size
@@ -425,13 +425,13 @@ class AuxPoolStore(Connector):
         super().__init__(Client(settings.address, model, settings.options(BYTE_ROWS)))
 
     def present(self, hashes: Sequence[str]) -> list[bool]:
-        """Return which of *hashes* are stored, whatever is before them."""
+        """Return which of *hashes* are stored, prefix or not."""
         digests = digests_of(hashes)
         found = self.stored(digests)
         return [bytes(one) in found for one in digests]
 
     def load(self, hashes: Sequence[str], slots: Sequence[int]) -> list[bool]:
-        """Fill the pages that begin at *slots*; return which were, all before one that was not."""
+        """Fill the pages that begin at *slots*, up to the first miss; return which were filled."""
         read = 0
         for start in range(0, len(hashes), BATCH):
             some = hashes[start : start + BATCH]
@@ -445,7 +445,7 @@ class AuxPoolStore(Connector):
         return [at < read for at in range(len(hashes))]
 
     def store(self, hashes: Sequence[str], slots: Sequence[int]) -> list[bool]:
-        """Store the pages that begin at *slots*; return which the store has taken."""
+        """Store the pages that begin at *slots*; return which were stored."""
         taken: list[bool] = []
         for start in range(0, len(hashes), BATCH):
             some = hashes[start : start + BATCH]
@@ -465,9 +465,9 @@ def _rows(page: torch.Tensor) -> LayerTensors:
 
 
 def prefix_ends(present: Sequence[bool], trailing: int) -> list[int]:
-    """Return the numbers of pages that a prefix may have, of *present* ones the last *trailing*.
+    """Return the lengths in pages of usable prefixes: their last *trailing* pages are *present*.
 
-    With *trailing* 0 all of them have to be.
+    With *trailing* 0 all of their pages must be.
     """
     runs = list(accumulate(present, lambda run, is_there: run + 1 if is_there else 0, initial=0))
     return [

@@ -32,15 +32,15 @@ from kvstore.proto.errors import ModelError
 from kvstore.proto.hf_config import rope_parameters
 
 BLOCK_ROWS = 128
-"""Rows whose mask is made at once: a byte for each of them and each key."""
+"""Rows masked at once: a mask takes one byte per row and key."""
 _TABLE_TOLERANCE = 1e-5
 
 
 class TransformersAdapter:
-    """An EngineAdapter for *model*. Raises ModelError for what it cannot blend.
+    """An EngineAdapter for *model*. Raises ModelError for models it cannot blend.
 
-    Sliding windows are kept to. *adapter_digest*: of the adapter that the model carries. Weights
-    that change in place are noticed, and are another origin.
+    Sliding windows are respected. *adapter_digest*: digest of the model's adapter. A change of
+    the weights in place is detected and changes the origin.
     """
 
     def __init__(self, model: PreTrainedModel, adapter_digest: str = "none") -> None:
@@ -71,7 +71,7 @@ class TransformersAdapter:
 
     @property
     def origin(self) -> Origin:
-        """What KV is computed with now: another one whenever the weights are not those before."""
+        """The origin of KV computed now: it changes whenever the weights do."""
         return replace(self._origin, weights=self._watch.current().name)
 
     def embed(self, tokens: Tensor) -> Tensor:
@@ -94,17 +94,17 @@ class TransformersAdapter:
         return _rotated(query, cosine, sine), _rotated(key, cosine, sine), value
 
     def _turns(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the tables of *positions*; layers one after the other ask for the same ones."""
+        """Return the rotation tables of *positions*, cached: consecutive layers share them."""
         if self._turned[0] is not positions:
             cosine, sine = self._model.model.rotary_emb(hidden[None], positions[None])
             self._turned = (positions, cosine[0], sine[0])
         return self._turned[1:]
 
     def attend(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
-        """Return what the rows at *positions* read, (rows, heads * head_dim).
+        """Return the attention output of the rows at *positions*, (rows, heads * head_dim).
 
-        Rows from 0 on without a gap are one causal call; others go in blocks, each with the mask of
-        its positions, over the keys that it reads.
+        Contiguous rows from 0 on are one causal call; others run in blocks, each masked by its
+        positions, over the keys that it reads.
         """
         window, at, found = self.window[layer], positions.tolist(), []
         head = next((row for row, place in enumerate(at) if row != place), len(at))
@@ -123,7 +123,7 @@ class TransformersAdapter:
     def _read(
         self, layer: int, query: Tensor, kv: LayerKV, span: tuple[int, int], mask: Tensor | None
     ) -> Tensor:
-        """Return what *query*'s rows read: (rows, heads, head_dim), as kernels lay it out."""
+        """Return the attention output of *query*'s rows: (rows, heads, head_dim)."""
         keys, values = (part[None, :, slice(*span)] for part in kv)
         return scaled_dot_product_attention(
             query[None],
@@ -136,7 +136,7 @@ class TransformersAdapter:
         )[0].transpose(0, 1)
 
     def attention_mass(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
-        """Return what each key gets of the rows at *positions*: (tokens,), float32 or wider."""
+        """Return the attention each key gets from *positions*: (tokens,), float32 or wider."""
         keys = kv[0].repeat_interleave(query.shape[0] // self.kv_heads, 0)
         wide = torch.promote_types(query.dtype, torch.float32)
         scores = (query.to(wide) @ keys.to(wide).mT) * self._layers[layer].self_attn.scaling
@@ -158,11 +158,11 @@ class TransformersAdapter:
 
 
 class BlendedCache(DynamicCache):
-    """A cache to generate from. The connector does not store it: it is no DynamicCache to it."""
+    """A cache to generate from. The connector stores only plain DynamicCaches, not this one."""
 
     @classmethod
     def of(cls, model: PreTrainedModel, result: BlendResult) -> BlendedCache:
-        """Return the KV of *result*, but for its last token, which ``generate`` then computes."""
+        """Return the KV of *result* but for its last token, which ``generate`` computes."""
         cache = cls(config=model.config)
         for layer, (keys, values) in enumerate(result.kv):
             cache.update(keys[None, :, :-1], values[None, :, :-1], layer)
@@ -170,7 +170,7 @@ class BlendedCache(DynamicCache):
 
 
 def _rotation(model: Any, origin: Origin, head_dim: int) -> RopeSpec:
-    """Return the rotation of the model's own tables, once they are those its settings name."""
+    """Return the rotation of the model's tables. Raises ModelError if its settings differ."""
     named, table = RopeSpec.of(origin.rope, head_dim), model.model.rotary_emb
     own = RopeSpec(tuple(table.inv_freq.float().tolist()), float(table.attention_scaling))
     wanted = [] if named is None else [*named.frequencies, named.gain]
@@ -182,7 +182,7 @@ def _rotation(model: Any, origin: Origin, head_dim: int) -> RopeSpec:
 
 
 def _window(config: Any, attention: Any) -> int | None:
-    """Return how many tokens a layer reads. Mistral says it in its settings, for all layers."""
+    """Return a layer's window in tokens. Mistral has one for all layers, in its settings."""
     if config.model_type == "mistral":
         return getattr(config, "sliding_window", None)
     found: int | None = getattr(attention, "sliding_window", None)
@@ -190,6 +190,6 @@ def _window(config: Any, attention: Any) -> int | None:
 
 
 def _rotated(rows: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:
-    """Return *rows*, (heads, rows, head_dim), rotated as transformers does, to the bit."""
+    """Return *rows*, (heads, rows, head_dim), rotated bit-identically to transformers."""
     first, second = rows.chunk(2, -1)
     return rows * cosine + torch.cat((-second, first), -1) * sine

@@ -1,7 +1,7 @@
 """What a transformers cache keeps of a prompt, layer by layer: every token, a window, or a state.
 
-It is found by looking into a cache after a short forward. A window or a state is that of the last
-token, so it can be stored only while the model stands there.
+A short forward probes it. A cache holds the window or state of its last token only, so it can be
+stored only while the cache ends there.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from kvstore.proto.types import DType, KVLayout, LayerGroup, LayerKind, Model
 PROBE_TOKENS = 24
 
 PACK_BYTES = 64 << 20
-"""Device memory that copies of a cache's end are packed into, or one larger tensor's."""
+"""Device memory for packed copies of a cache's end; a larger tensor is copied alone."""
 _BOTH = (
     cache_utils.LinearAttentionAndFullAttentionLayer,
     cache_utils.LinearAttentionAndSlidingWindowAttentionLayer,
@@ -44,9 +44,9 @@ _SLIDING = (cache_utils.DynamicSlidingWindowLayer, _BOTH[1])
 _TOKENS = (cache_utils.DynamicLayer, _BOTH[0], *_SLIDING)
 _STATES = (cache_utils.LinearAttentionLayer, *_BOTH)
 _EMPTY = tuple(filter(None, [getattr(cache_utils, "DummyLayer", None)]))
-"""Layers that keep nothing; transformers before 5.19 has none."""
+"""Layers that keep nothing; added in transformers 5.19."""
 Parts: TypeAlias = Sequence[Tensor]
-"""One layer's tensors: K and V of (kv_heads, tokens, head_dim), or both side by side."""
+"""One layer's tensors: K and V of (kv_heads, tokens, head_dim), or both concatenated."""
 Nested: TypeAlias = list[list[list[Tensor]]]
 """A chunk's tensors: components, then layers, then parts."""
 
@@ -55,7 +55,7 @@ Nested: TypeAlias = list[list[list[Tensor]]]
 
 
 class StatePiece(NamedTuple):
-    """One tensor of a layer's state, with the shape and type that it has for one prompt."""
+    """One tensor of a layer's state, with its shape and dtype for one prompt."""
 
     states: str
     number: int
@@ -70,7 +70,7 @@ class StatePiece(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class StateShape:
-    """The state of one layer: its pieces, one after another, as bytes."""
+    """The state of one layer: its pieces, concatenated as bytes."""
 
     layer: int
     pieces: tuple[StatePiece, ...]
@@ -83,11 +83,11 @@ class StateShape:
 
     @property
     def group(self) -> LayerGroup:
-        """The group of this layer alone, as number 0."""
+        """The group of this layer alone, with id 0."""
         return LayerGroup(self.kind, DType.uint8, (0,), 1, self.size_bytes)
 
     def packed(self, cache: Cache) -> Tensor:
-        """Return a copy of what *cache* keeps of its only prompt, uint8 (bytes,)."""
+        """Return a copy of the state in *cache*, which has one prompt, uint8 (bytes,)."""
         layer = cache.layers[self.layer]
         pieces = [getattr(layer, piece.states)[piece.number][0] for piece in self.pieces]
         return torch.cat(
@@ -95,13 +95,13 @@ class StateShape:
         )
 
     def unpack(self, cache: Cache, data: Tensor) -> None:
-        """Have *cache* keep *data*, uint8 (prompts, bytes)."""
+        """Copy *data*, uint8 (prompts, bytes), into *cache*."""
         layer: Any = cache.layers[self.layer]
         sizes = [piece.size_bytes for piece in self.pieces]
         for (states, number, shape, dtype), some in zip(
             self.pieces, data.split(sizes, 1), strict=True
         ):
-            # Cloned flat: memory of another type has to begin, and go on, at multiples of its size.
+            # Cloned flat: a view of another dtype needs aligned, contiguous memory.
             tensor = some.reshape(-1).clone().view(dtype).view(len(data), *shape)
             layer.lazy_initialization(**{states: tensor, "state_idx": number})
             getattr(layer, states)[number].copy_(tensor)
@@ -112,7 +112,7 @@ class StateShape:
 class TokenShape:
     """The keys and values of one layer of the cache, (kv_heads, tokens, dims[i]).
 
-    Those of different widths, as MLA's latent and rotated part, are one part, side by side.
+    Parts of different widths, as MLA's latent and rotated ones, are concatenated into one.
     """
 
     layer: int
@@ -124,7 +124,7 @@ class TokenShape:
 
     @property
     def kind(self) -> LayerKind:
-        """What the store calls it."""
+        """Its kind in the store."""
         if self.window:
             return LayerKind.window
         return LayerKind.attention if self.dims[0] == self.dims[1] else LayerKind.mla
@@ -136,16 +136,16 @@ class TokenShape:
 
     @property
     def group(self) -> LayerGroup:
-        """The group of this layer alone, as number 0."""
+        """The group of this layer alone, with id 0."""
         dtype = DType.parse(str(self.dtype))
         return LayerGroup(self.kind, dtype, (0,), self.kv_heads, self.widths[0], self.window)
 
     def start(self, span: Span) -> int:
-        """Return the first token of the chunk at *span* that is kept: of a window w, w - 1."""
+        """Return the first token kept of the chunk at *span*: a window of w keeps w - 1."""
         return max(span[0], span[1] - (self.window - 1)) if self.window else span[0]
 
     def put(self, cache: Cache, parts: Parts, tokens: int) -> None:
-        """Have *cache* keep K and V, (prompts, kv_heads, held tokens, dim), of so many *tokens*."""
+        """Set K and V in *cache*, (prompts, kv_heads, held tokens, dim), after *tokens* tokens."""
         layer: Any = cache.layers[self.layer]
         # update() would concatenate, which copies.
         layer.lazy_initialization(*parts)
@@ -165,7 +165,7 @@ class CacheShape:
     tokens: tuple[TokenShape, ...]
     states: tuple[StateShape, ...]
     is_probed: bool = True
-    """Whether it was seen, and not only stated by an architecture that is tested with."""
+    """Whether it was probed; otherwise a tested architecture's config states it."""
 
     @classmethod
     def of(cls, model: PreTrainedModel) -> CacheShape:
@@ -180,7 +180,7 @@ class CacheShape:
 
     @classmethod
     def of_cache(cls, cache: Cache) -> CacheShape:
-        """Return what *cache*, that a forward has filled, keeps. Raises ModelError."""
+        """Return what *cache*, filled by a forward, keeps. Raises ModelError."""
         if type(cache) is not DynamicCache:
             raise ModelError("cache", type(cache).__name__, "use a DynamicCache")
         tokens, states = [], []
@@ -204,7 +204,7 @@ class CacheShape:
 
     @property
     def has_ends(self) -> bool:
-        """Whether some layers keep windows or states: a prefix cannot be cut everywhere then."""
+        """Whether some layers keep windows or states: a prefix cannot be cut anywhere then."""
         return bool(self.windows or self.states)
 
     @property
@@ -214,7 +214,7 @@ class CacheShape:
 
     @cached_property
     def _numbered(self) -> dict[int, LayerShape]:
-        """Layers by the store's numbers. One that keeps tokens and a state has a second number."""
+        """Layers by the store's id. A layer with both tokens and a state has a second id."""
         found: dict[int, LayerShape] = {shape.layer: shape for shape in self.tokens}
         both = set(found)
         for state in self.states:
@@ -223,14 +223,14 @@ class CacheShape:
 
     @cached_property
     def groups(self) -> tuple[LayerGroup, ...]:
-        """The layers by what they keep."""
+        """The layers grouped by what they keep."""
         found: dict[LayerGroup, list[int]] = {}
         for number, shape in self._numbered.items():
             found.setdefault(shape.group, []).append(number)
         return tuple(replace(one, layer_ids=tuple(sorted(ids))) for one, ids in found.items())
 
     def chunk(self, layout: KVLayout, parts_of: Callable[[LayerShape], list[Tensor]]) -> Nested:
-        """Return a chunk's tensors: *parts_of* each layer, none of a kind that has not all."""
+        """Return a chunk's tensors: *parts_of* each layer; a group with a layer missing is []."""
         found = [
             [parts_of(self._numbered[number]) for number in group.layer_ids]
             for group in self.groups
@@ -276,13 +276,13 @@ class Held:
 
     end: int
     tokens: Mapping[TokenShape, Parts]
-    """Of the last ones before it."""
+    """K and V of the last tokens before ``end``."""
     states: Mapping[StateShape, Tensor]
-    """Those behind the last one, uint8 (bytes,)."""
+    """The states at ``end``, uint8 (bytes,)."""
 
     @classmethod
     def of_row(cls, cache: Cache, shape: CacheShape, row: int = 0, first: int = 0) -> Held:
-        """Return views of what is kept of all tokens of prompt *row*, from place *first* on."""
+        """Return views of the layers that keep all tokens of prompt *row*, from *first* on."""
         end, kept = length(cache, shape), dict[TokenShape, Parts]()
         for s in shape.tokens:
             layer: Any = cache.layers[s.layer]
@@ -293,7 +293,7 @@ class Held:
 
     @classmethod
     def of_end(cls, cache: Cache, shape: CacheShape, tokens: int = 0) -> Held:
-        """Return a copy on the CPU of the states and windows, or of their last *tokens*."""
+        """Copy states and windows, or the windows' last *tokens*, to the CPU."""
         views = []
         for s in shape.windows:
             last = slice(-min(s.window - 1, tokens or s.window), None)
@@ -309,12 +309,12 @@ class Held:
 
     @classmethod
     def empty(cls, shape: CacheShape, spans: Sequence[Span], device: torch.device) -> Held:
-        """Return memory for a prefix of the chunks at *spans*: of windows what is seen last."""
+        """Allocate memory for a prefix of the chunks at *spans*, of windows for the last one."""
         end, tokens = spans[-1][1], dict[TokenShape, Parts]()
         for s in shape.tokens:
             seen = (span for span in spans if not s.window or span[1] > end - (s.window - 1))
             rows = (s.kv_heads, end - s.start(next(seen)))
-            # Tensors of their own, so that each is freed once its layer has grown past it.
+            # Separate tensors, so that each is freed once its layer outgrows it.
             tokens[s] = [
                 torch.empty((*rows, width), dtype=s.dtype, device=device) for width in s.widths
             ]
@@ -324,7 +324,7 @@ class Held:
         return cls(end, tokens, states)
 
     def cut(self, shape: LayerShape, span: Span) -> list[Tensor]:
-        """Return views of what the layer keeps of the chunk at *span*, if all of it is here."""
+        """Return views of the layer's parts of the chunk at *span*; [] unless all of it is here."""
         if isinstance(shape, StateShape):
             is_here = span[1] == self.end and shape in self.states
             return [self.states[shape].view(1, 1, -1)] if is_here else []
@@ -336,13 +336,13 @@ class Held:
         return parts if len(parts) == len(shape.widths) else [torch.cat(parts, -1)]
 
     def chunk(self, shape: CacheShape, layout: KVLayout, span: Span) -> Nested:
-        """Return views of the chunk at *span*: no layers of windows and states not kept of it."""
+        """Return views of the chunk at *span*, without windows and states not kept at its end."""
         return shape.chunk(layout, lambda layer: self.cut(layer, span))
 
     def fill(self, cache: Cache, shape: CacheShape, tokens: int) -> None:
-        """Have *cache* hold the first *tokens* of these behind those that it has.
+        """Extend *cache* to the first *tokens* of these.
 
-        An empty DynamicCache takes them without a copy.
+        An empty DynamicCache adopts them without a copy.
         """
         first = length(cache, shape)
         for s, held in self.tokens.items():
@@ -359,7 +359,7 @@ class Held:
 
 
 def _from_device(parts: Sequence[Tensor]) -> Iterator[Tensor]:
-    """Yield copies of *parts* on the CPU, in order; each copy brings about PACK_BYTES of them."""
+    """Yield CPU copies of *parts*, in order; each transfer packs about PACK_BYTES."""
     for _, alike in groupby(parts, lambda part: part.dtype):
         some = list(alike)
         count = max(1, PACK_BYTES // max(part.nbytes for part in some))
@@ -377,18 +377,18 @@ class CacheReader:
     model: Model
     shape: CacheShape
     whole: Held
-    """What is kept of all tokens."""
+    """The layers that keep all tokens."""
     ends: Sequence[Held] = ()
-    """What was kept at some places while it grew."""
+    """Windows and states at earlier lengths."""
     importance: Importance | None = None
     """Of the first tokens."""
 
     def _end(self, shapes: Sequence[LayerShape], span: Span) -> Held | None:
-        """Return what has all of *shapes* of the chunk at *span*."""
+        """Return an end that has all of *shapes* for the chunk at *span*."""
         return next((one for one in self.ends if all(one.cut(s, span) for s in shapes)), None)
 
     def about(self, span: Span) -> About:
-        """Return the layout of the chunk at *span*, and its importance, if of all its tokens."""
+        """Return the layout of the chunk at *span*, and its importance if all of it is known."""
         weights = self.importance
         known = None if weights is None or len(weights) < span[1] else weights[slice(*span)]
         window = self._end(self.shape.windows, span) is not None
@@ -397,16 +397,16 @@ class CacheReader:
         return About(layout, known)
 
     def has(self, span: Span, *, must_end: bool) -> bool:
-        """Return whether the chunk at *span* is worth storing: some models keep windows alone.
+        """Return whether the chunk at *span* can be stored: some models keep only windows.
 
-        With *must_end* only where a prefix can end.
+        With *must_end*, only if a prefix can end there.
         """
         if must_end and all(one.end != span[1] for one in self.ends):
             return False
         return self.shape.keeps_all or self._end(self.shape.windows, span) is not None
 
     def tensors(self, span: Span) -> Nested:
-        """Return the tensors of the chunk at *span*, without copying, where they are."""
+        """Return the tensors of the chunk at *span*, as views where possible."""
         windows, states = (
             self._end(some, span) or self.whole for some in (self.shape.windows, self.shape.states)
         )
@@ -422,7 +422,7 @@ class CacheReader:
 def new_cache(
     config: PreTrainedConfig, settings: GenerationConfig, shape: CacheShape, prompt_tokens: int
 ) -> Cache:
-    """Return an empty cache of the kind that *settings* name, which then say that it is given.
+    """Return an empty cache of the kind in *settings*, and clear the kind there.
 
     Raises InvalidRequestError for a static cache of windows or states.
     """
@@ -438,33 +438,33 @@ def new_cache(
 
 @dataclass
 class CacheNotes:
-    """What is known of a cache's contents. Copies of the cache have it, too."""
+    """Metadata of a cache's contents, kept in copies of the cache, too."""
 
     exact_tokens: int | None = None
-    """Nothing behind so many is exact; None: all is."""
+    """Nothing after these is exact; None: all is."""
     importance: Importance | None = None
-    """Of its first tokens, as of a ``Chunk``."""
+    """Of its first tokens, as in ``Chunk``."""
     weights: Any = None
-    """Which the connector had when it was made; None: those of its birth."""
+    """The weights that computed it; None: those at the connector's creation."""
 
 
 def notes_of(cache: Cache) -> CacheNotes:
-    """Return the notes of *cache*, to read or to change."""
+    """Return the mutable notes of *cache*."""
     notes: CacheNotes = vars(cache).setdefault("kvstore_notes", CacheNotes())
     return notes
 
 
 def length(cache: Cache, shape: CacheShape) -> int:
-    """Return how many tokens *cache* has seen."""
+    """Return how many tokens *cache* has processed."""
     return int(cache.get_seq_length(shape.tokens[0].layer))
 
 
 def join_rows(
     caches: Sequence[Cache], shape: CacheShape, config: PreTrainedConfig, device: torch.device
 ) -> DynamicCache:
-    """Return one cache of all prompts on *device*, the shorter ones padded on the left with zeros.
+    """Return one cache of all prompts on *device*, shorter ones padded on the left with zeros.
 
-    A prompt of one token has nothing in its cache: its last token is not there yet.
+    The cache of a one-token prompt is empty, because the last token is never in it.
     """
     whole = DynamicCache(config=config)
     width = max(length(cache, shape) for cache in caches)
@@ -485,7 +485,7 @@ def join_rows(
 
 
 def as_argument(cache: Any) -> dict[str, Any]:
-    """Return *cache* as models and ``generate`` are given it: by another name since 5.24."""
+    """Return *cache* as a keyword argument of models and ``generate``: renamed in 5.24."""
     release = tuple(map(int, transformers.__version__.split(".")[:2]))
     return {"cache" if release >= (5, 24) else "past_key_values": cache}
 
@@ -501,7 +501,7 @@ def probe_ids(model: PreTrainedModel) -> Tensor:
 
 
 def forward(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
-    """Run *model* over *input_ids*, (1, tokens), behind what *cache* has.
+    """Run *model* over *input_ids*, (1, tokens), on top of *cache*.
 
     Return the last token's activations before the output layer, (1, hidden).
     """
@@ -512,7 +512,7 @@ def forward(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
 
 
 def copy(out: LayerTensors, data: LayerTensors) -> None:
-    """Copy a chunk's tensors."""
+    """Copy a chunk's tensors from *data* to *out*."""
     flat = ([part for layers in one for parts in layers for part in parts] for one in (out, data))
     with torch.no_grad():
         for to, part in zip(*flat, strict=True):

@@ -3,7 +3,7 @@
     client = Client(address, representation_of(model, tokenizer))
     output = TransformersConnector(client, model).generate(input_ids).output
 
-Layers may keep every token, a window or a state; a batch has prompts padded on the left.
+Layers may keep every token, a window or a state; prompts of a batch are padded on the left.
 """
 
 from __future__ import annotations
@@ -46,15 +46,15 @@ from kvstore.proto.types import Accuracy
 
 ALWAYS_COMPARED = 8
 COMPARED_EVERY = 200
-"""Prompts behind copies without a bound that are compared with a full prefill: the first ones of a
-connector, then one in so many."""
+"""Prompts on approximate copies that are compared with a full prefill: a connector's first
+ALWAYS_COMPARED, then one in COMPARED_EVERY."""
 
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """What ``generate`` returned: transformers' own output, and the prompt tokens it skipped.
+    """The result of ``generate``: transformers' own output, and the prompt tokens it skipped.
 
-    ``row_hits`` are the same for each row of a batch.
+    ``row_hits`` are the hit tokens of each row of a batch.
     """
 
     output: GenerateDecoderOnlyOutput
@@ -65,14 +65,14 @@ class Generation:
 class TransformersConnector(Connector):
     """Loads and saves prefixes of one model. Thread-safe as far as the model is.
 
-    *client* must have been made with ``representation_of`` this model: ModelError, as
-    for a model that does not go on from a prefix as it would have gone on by itself. Weights that
-    change afterwards are noticed before each prompt: nothing older is loaded any more.
+    *client* must be made with ``representation_of`` this model, and the model must continue from
+    a stored prefix as from its own; else ModelError. Weight changes are detected before each
+    prompt: nothing older is loaded afterwards.
 
-    *device*: how to reach the model's, if not by ``open_device``; given one, a model on the CPU
-    has a ring of host memory, too. *deadline_ms*: of requests that have none of their own, from
-    their call to their first token; 0: none. *accuracy*: as for Connector; InvalidRequestError for
-    another than exact where models keep windows or states.
+    *device*: the model's device, if not from ``open_device``; with one, a model on the CPU uses a
+    ring of host memory, too. *deadline_ms*: the default from a request's call to its first token;
+    0: none. *accuracy*: as for Connector; InvalidRequestError for any but exact where models keep
+    windows or states.
     """
 
     def __init__(
@@ -101,7 +101,7 @@ class TransformersConnector(Connector):
         if (device := device or device_of(model)) is not None:
             self._staging = Staging(device, model.device, self._shape, self._chunk_tokens)
         self._link = Link(self, model, self._shape, self._staging)
-        # Last, as from then on a fork asks for all of the above.
+        # Last: from here on a fork uses all of the above.
         flops = 2.0 * model.num_parameters(exclude_embeddings=True)
         super().__init__(client, durable=durable, token_flops=flops, accuracy=accuracy)
         if self._staging is not None:
@@ -109,7 +109,7 @@ class TransformersConnector(Connector):
 
     @override
     def _after_fork(self) -> None:
-        """In a child: other threads may have had the locks."""
+        """In a child: other threads may have held the locks."""
         super()._after_fork()
         self._watch.after_fork()
         self._link = Link(self, self._model, self._shape, self._staging)
@@ -117,11 +117,11 @@ class TransformersConnector(Connector):
             self._staging.lock = threading.RLock()
 
     def reset(self, revision: str | None = None) -> None:
-        """Load nothing any more that was stored before: the model's weights are others now.
+        """Stop loading earlier chunks, because the model's weights have changed.
 
-        With *revision*, a commit or a digest that names those weights beside what the client was
-        made with, connectors that were given the same one share; else nobody shares. Raises
-        InvalidRequestError for a revision that may name others, too.
+        *revision*, a commit or a digest, names the new weights beside the client's model identity:
+        connectors with the same one share; without it none do. Raises InvalidRequestError for an
+        ambiguous revision.
         """
         if revision is not None and not is_exact(revision):
             fix = "give a commit or a digest of the weights, or nothing"
@@ -129,7 +129,7 @@ class TransformersConnector(Connector):
         self._watch.reset(revision)
 
     def _least(self, accuracy: str | None) -> Accuracy:
-        """Return the least accuracy of what a call reads; *accuracy* None: the connector's."""
+        """Return the least accuracy that a call reads; *accuracy* None: the connector's."""
         least = self.least if accuracy is None else least_of(accuracy)
         if self._shape.has_ends and least is not Accuracy.exact:
             fix = "use exact: of models that keep windows or states no lossy copy is read"
@@ -137,7 +137,7 @@ class TransformersConnector(Connector):
         return least
 
     def _is_still(self, weights: WeightsChange, cache: Cache) -> bool:
-        """Return whether all of *cache*, computed from a look at *weights* on, is of those."""
+        """Return whether *weights* did not change while *cache* was computed; note them in it."""
         caches.notes_of(cache).weights = weights
         return self._watch.current() == weights
 
@@ -150,17 +150,17 @@ class TransformersConnector(Connector):
 
         *input_ids*: (1, tokens), a tensor or a list. At least the last token is left to compute; a
         miss is an empty cache and 0. Pass the cache with all of *input_ids* to ``generate``, or
-        with ``input_ids[:, hit_tokens:]`` to the model. *accuracy*: of this call alone.
+        with ``input_ids[:, hit_tokens:]`` to the model. *accuracy* applies to this call only.
         """
         prompt = self._load_one(input_ids, extra, self.allowed(self._least(accuracy)))
         return prompt.cache, prompt.prefix.hit_tokens
 
     def calibrate(self, input_ids: Any, codec: str, extra: Sequence[bytes] = ()) -> GateView | None:
-        """Compare a prompt behind *codec*'s lossy copies with its full prefill; return the gate.
+        """Compare a prompt on *codec*'s lossy copies with its full prefill; return the gate.
 
-        *input_ids*: (1, tokens). 64 such comparisons within the server's bounds open the gate of
-        the model and *codec* for ``accuracy="approximate"``. Nothing is stored. None where no copy
-        of *codec* without a bound was read, or the store failed.
+        *input_ids*: (1, tokens). 64 comparisons within the server's bounds open the gate of the
+        model and *codec* for ``accuracy="approximate"``. Nothing is stored. Returns None if no
+        approximate copy of *codec* was read, or the store failed.
         """
         allowed = Allowed(self._least("approximate"), frozenset([codec]))
         prompt = self._load_one(input_ids, extra, allowed)
@@ -183,8 +183,8 @@ class TransformersConnector(Connector):
         return self.ask(lambda: self.client.report_reuse(generation.comparison(*given)), None)
 
     def _is_compared(self, prefix: Prefix) -> bool:
-        """Return whether a prompt behind *prefix* is compared with a full prefill."""
-        if len(prefix.codecs) != 1:  # of several it would not say which one is at fault
+        """Return whether a prompt on *prefix* is compared with a full prefill."""
+        if len(prefix.codecs) != 1:  # an error of several could not be attributed
             return False
         number = next(self._compared)
         return number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0
@@ -196,10 +196,10 @@ class TransformersConnector(Connector):
     ) -> int:
         """Store what *cache* holds of *input_ids*, (1, tokens); return how many chunks were new.
 
-        *from_token*: what ``load`` said is stored. Windows and states are stored of the last
-        chunk's end, if the cache ends there. Once weights changed, only caches that ``load`` and
-        ``generate`` returned since are stored; and of none what is behind a lossy copy. Raises
-        ModelError for a cache of another kind.
+        *from_token*: the tokens that ``load`` returned. Windows and states are stored at the last
+        chunk's end, if the cache ends there. After a weight change only caches that ``load`` and
+        ``generate`` returned since are stored; nothing after a lossy copy is. Raises ModelError
+        for a cache of another kind.
         """
         shape = self._shape
         tokens = generation.prompt_of(input_ids, self._model.device)[: cache.get_seq_length()]
@@ -225,7 +225,7 @@ class TransformersConnector(Connector):
         return CacheReader(self.client.model, self._shape, whole, ends, importance)
 
     def _save_new(self, prompt: PrefixLoad, tokens: Sequence[int], reader: CacheReader) -> None:
-        """Store *prompt*, whose last chunk is hit by the same prompt alone, then all *tokens*."""
+        """Store *prompt*, whose last chunk only the same prompt hits, then all *tokens*."""
         prefix, count, extra = prompt.prefix, len(prompt.tokens), prompt.call.extra
         exact = prefix.exact_tokens if prefix.lossy_tokens else None
         self._save(tokens[:count], reader, prefix.stored_tokens, extra, exact)
@@ -241,7 +241,7 @@ class TransformersConnector(Connector):
         extra: Sequence[bytes],
         exact: int | None = None,
     ) -> int:
-        """Store the prompt of *tokens* that *reader* reads, up to the *exact* ones: None, all."""
+        """Store the prompt of *tokens* from *reader*, only its *exact* tokens if given."""
         if exact is not None and exact < len(tokens):
             self.note_unstored(len(tokens), max(exact, from_token))
             tokens = tokens[:exact]
@@ -269,16 +269,15 @@ class TransformersConnector(Connector):
         deadline_ms: int | None = None,
         **settings: Any,
     ) -> Generation:
-        """Generate as the model does, from the longest stored prefix on; store what is new.
+        """Generate as the model does, from the longest stored prefix; store new chunks.
 
         *input_ids*: (prompts, tokens), as a tensor, as lists or as the tokenizer returned them;
-        where several prompts differ in length, padded on the left, with *attention_mask* 0 there.
-        *config* is the model's own when None, with *settings* as ``model.generate`` takes them
-        (``max_new_tokens=8``, ``streamer=...``); it keeps one sequence a prompt in a dynamic or
-        static cache, or InvalidRequestError is raised. A prompt is stored to its last token, and
-        so is what was generated, but for the last one. Models with windows or states are stored,
-        and hit, in whole chunks. *accuracy* and *deadline_ms* are of this call alone: see
-        ``TransformersConnector``.
+        prompts of different lengths are padded on the left, with *attention_mask* 0 there.
+        *config* is the model's own when None; *settings* are those of ``model.generate``
+        (``max_new_tokens=8``, ``streamer=...``). Raises InvalidRequestError unless they keep one
+        sequence per prompt in a dynamic or static cache. The prompt and all generated tokens but
+        the last are stored. Models with windows or states are stored, and hit, in whole chunks.
+        *accuracy* and *deadline_ms* apply to this call only: see ``TransformersConnector``.
         """
         began_s = time.monotonic()
         if not isinstance(self._model, GenerationMixin):
@@ -292,7 +291,7 @@ class TransformersConnector(Connector):
         stated = generation.settings_of(self._model, config, settings)
         ids, mask = generation.inputs_of(input_ids, attention_mask, self._model.device)
         prompts = generation.prompts_of(ids, mask)
-        # Padding that all rows have is cut off, but counts for these, as when the model generates.
+        # Padding common to all rows is cut off, but these include it, as in the model's generate.
         padding = ids.shape[1] - max(map(len, prompts))
         for name in ("max_length", "min_length"):
             if getattr(stated, name):
@@ -307,7 +306,7 @@ class TransformersConnector(Connector):
         shape = self._shape
         cache = caches.new_cache(self._model.config, call.settings, shape, len(tokens))
         prompt = PrefixLoad(self._link, call, tokens, cache)
-        # A forward that is begun again would give a streamer the prompt twice.
+        # A restarted forward would send the prompt to a streamer twice.
         prompt.in_layers = call.passed.get("streamer") is None
         self._begin(prompt)
         watch = generation.Watch(cache, shape, self._chunk_tokens)
@@ -335,7 +334,7 @@ class TransformersConnector(Connector):
         return Generation(output, prompt.prefix.hit_tokens, (prompt.prefix.hit_tokens,))
 
     def _begin(self, prompt: PrefixLoad) -> None:
-        """Load a prompt's prefix; of windows and states compute to the last pause."""
+        """Load a prompt's prefix; with windows or states compute to the last pause."""
         prompt.load()
         prefix, shape, tokens = prompt.prefix, self._shape, prompt.tokens
         if self._is_compared(prefix):
@@ -363,7 +362,7 @@ class TransformersConnector(Connector):
     def _generate_batch(
         self, ids: Tensor, mask: Tensor | None, prompts: Sequence[Sequence[int]], call: Call
     ) -> Generation:
-        """Compute each prompt to its last token by itself, then generate from all together."""
+        """Prefill each prompt alone, but for its last token, then generate from all together."""
         settings = call.settings
         if settings.cache_implementation == "static":
             fix = "rows of different prefixes are joined in a dynamic cache"
@@ -384,21 +383,21 @@ class TransformersConnector(Connector):
                 tokens = generation.until_end(generated, len(one.tokens), settings)
                 self._save_new(one, tokens, self._reader(cache, (), row, first))
                 self._compare(one)
-        # As the model returns it: with the padding that all rows have, which was cut off above.
+        # As the model returns it: with the common padding that was cut off above.
         padded: Any = torch.cat([ids[:, :-width], output.sequences], dim=1)
         output.sequences = padded
         hits = tuple(one.prefix.hit_tokens for one in loaded)
         return Generation(output, sum(hits), hits)
 
     def _computed(self, tokens: Sequence[int], call: Call) -> PrefixLoad:
-        """Return a prompt that was computed but for its last token; what is new of it is stored."""
+        """Return a prompt computed but for its last token; store its new windows and states."""
         prompt = PrefixLoad(self._link, call, tokens, DynamicCache(config=self._model.config))
         self._begin(prompt)
         held, last = length(prompt.cache, self._shape), len(tokens) - 1
         if held < last:
             began_s = time.monotonic()
             generation.prefill(self._model, tokens, prompt.cache, self._shape, [last])
-            if self._staging is None:  # a device computes on when the call is over
+            if self._staging is None:  # a device computes asynchronously
                 self.learned.observe(last - held, time.monotonic() - began_s)
         if last and self._shape.has_ends and self._is_still(call.weights, prompt.cache):
             reader = self._reader(prompt.cache, prompt.ends)

@@ -1,6 +1,4 @@
-"""What a call generates from, and what is measured meanwhile: which tokens matter, what lossy
-copies change.
-"""
+"""Inputs of generation, and measurements during it: token importance, the error of lossy copies."""
 
 from __future__ import annotations
 
@@ -37,31 +35,31 @@ from kvstore.proto.errors import InvalidRequestError
 PASSED = (
     "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "streamer", "tokenizer",
 )  # fmt: skip
-"""Arguments of ``model.generate`` that choose or hand out tokens: no KV depends on them."""
+"""Arguments of ``model.generate`` that select or emit tokens: no KV depends on them."""
 MAX_ENDS = 4096
-"""Of models that keep windows alone, which need one every so many tokens."""
+"""Limit for models that keep only windows, which need an end at regular intervals."""
 QUERIES = 16
-"""The last tokens of a prompt whose attention counts."""
+"""How many of a prompt's last tokens measure attention."""
 LAYERS = 8
-"""About as many layers are looked at, from the first one on. More are no better."""
+"""About how many layers, evenly spaced, are measured. More are no better."""
 COMPARED_TOKENS = 64
-"""Of a prompt's end: what a comparison weighs most at."""
+"""Limit of tokens compared, at a prompt's end."""
 Attend = Callable[..., Any]
 _WATCHED: dict[str, Attend] = {}
-"""What is registered with transformers in place of its own implementations of attention."""
+"""Wrappers registered with transformers in place of its attention implementations."""
 _FAULTS = (RuntimeError, MemoryError)
-"""Of torch, which has no memory left for instance: nothing is noted then, and no request fails."""
+"""Errors of torch, such as out of memory: nothing is measured then, and no request fails."""
 _HERE = threading.local()
-"""Its ``look`` is that of this thread, if there is one."""
+"""Its ``look`` is this thread's measurement, if any."""
 
 
 # --- prompts, padded on the left in a batch, and settings
 
 
 def inputs_of(given: Any, mask: Any, device: torch.device) -> tuple[Tensor, Tensor | None]:
-    """Return what a user gave as (prompts, tokens) on *device*, and its attention mask if any.
+    """Return a user's input as (prompts, tokens) on *device*, and its attention mask if any.
 
-    *given*: a tensor, lists of token ids of one length, or what a tokenizer returned. Raises
+    *given*: a tensor, lists of token ids of one length, or a tokenizer's output. Raises
     InvalidRequestError for anything else.
     """
     if isinstance(given, Mapping):
@@ -86,7 +84,7 @@ def _whole_numbers(name: str, given: Any, device: torch.device) -> Tensor:
 
 
 def prompt_of(input_ids: Any, device: torch.device) -> list[int]:
-    """Return the tokens of the one prompt of *input_ids*. Raises InvalidRequestError."""
+    """Return the tokens of the only prompt of *input_ids*. Raises InvalidRequestError."""
     ids, _ = inputs_of(input_ids, None, device)
     if ids.ndim != 2 or ids.shape[0] != 1:
         fix = "give one prompt, (1, tokens), not a batch"
@@ -96,7 +94,7 @@ def prompt_of(input_ids: Any, device: torch.device) -> list[int]:
 
 
 def prompts_of(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
-    """Return the tokens of each prompt of *input_ids*, (prompts, tokens), without the padding.
+    """Return the tokens of each prompt of *input_ids*, (prompts, tokens), without padding.
 
     Raises InvalidRequestError for padding that is not on the left, and for empty prompts.
     """
@@ -118,14 +116,14 @@ def prompts_of(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
 
 
 def until_end(tokens: Sequence[int], start: int, settings: GenerationConfig) -> Sequence[int]:
-    """Return *tokens* up to the first from *start* on that ends a prompt: padding follows that."""
+    """Return *tokens* up to the first end token from *start* on: padding follows it."""
     given: Any = settings.eos_token_id
     ends = [] if given is None else torch.as_tensor(given, device="cpu").reshape(-1).tolist()
     return next((tokens[:at] for at in range(start, len(tokens)) if tokens[at] in ends), tokens)
 
 
 def checked_deadline(deadline_ms: int) -> int:
-    """Return *deadline_ms*. Raises InvalidRequestError for one that is none."""
+    """Return *deadline_ms*. Raises InvalidRequestError if out of range."""
     if not 0 <= deadline_ms <= MAX_DEADLINE_MS:
         raise InvalidRequestError("deadline_ms", deadline_ms, f"give 0 to {MAX_DEADLINE_MS}")
     return deadline_ms
@@ -134,9 +132,9 @@ def checked_deadline(deadline_ms: int) -> int:
 def settings_of(
     model: GenerationMixin, config: GenerationConfig | None, stated: dict[str, Any]
 ) -> GenerationConfig:
-    """Return *config*, or the model's own, with what was *stated* beside it.
+    """Return *config*, or the model's own, updated with the settings *stated*.
 
-    Raises InvalidRequestError for what is no setting, and for those that cannot be stored from.
+    Raises InvalidRequestError for unknown settings, and for those whose caches cannot be stored.
     """
     if config is not None and "generation_config" in stated:
         raise InvalidRequestError("generation_config", "given twice", "give it once")
@@ -171,7 +169,7 @@ def prefill(
     shape: CacheShape,
     places: Sequence[int],
 ) -> list[Held]:
-    """Run *model* behind *cache* to each of *places*; return what it then has of its end."""
+    """Extend *cache* to each of *places*; return its windows and states at each."""
     taken = []
     for place in places:
         ids = torch.tensor([tokens[length(cache, shape) : place]], device=model.device)
@@ -181,17 +179,17 @@ def prefill(
 
 
 def pauses(shape: CacheShape, span: Span, shared_tokens: int, chunk_tokens: int) -> list[int]:
-    """Return after which tokens of a prompt to pause, ascending: where it ends, and where it leaves
-    the way of others (Marconi, Pan et al., MLSys 2025, section 4.2).
+    """Return the token counts to pause a prefill at, ascending: at the prompt's end and where it
+    diverges from other prompts (Marconi, Pan et al., MLSys 2025, section 4.2).
 
-    *span*: the tokens that are in the cache already, and those of the prompt, the last of which
-    is left to generate from. *shared_tokens*: how far others went the same way.
+    *span*: the tokens in the cache, and those of the prompt, the last of which is left to
+    generate from. *shared_tokens*: the length of the prefix shared with others.
     """
     start, stop = span
     windows = {s.window - 1 for s in shape.windows}
     wanted = {end // chunk_tokens * chunk_tokens for end in (stop - 1, shared_tokens)}
     for first in [end - kept for end in wanted for kept in windows]:
-        if first > 0 and first % chunk_tokens:  # it reaches into a chunk that it does not cover
+        if first > 0 and first % chunk_tokens:  # the window covers part of a chunk
             wanted.add((first // chunk_tokens + 1) * chunk_tokens)
     if not shape.keeps_all:
         step = max(chunk_tokens, min(windows, default=0) // chunk_tokens * chunk_tokens)
@@ -200,16 +198,16 @@ def pauses(shape: CacheShape, span: Span, shared_tokens: int, chunk_tokens: int)
 
 
 class Watch(StoppingCriteria):
-    """Watches a model generate from one prompt into *cache*; stops nothing.
+    """Observes a model generating from one prompt into *cache*; never stops it.
 
-    Of models with windows or states it takes ``ends`` of the cache at ends of chunks: as many as
-    the longest window reaches over, or all for models that keep windows alone.
+    For models with windows or states it copies ``ends`` of the cache at chunk boundaries: as many
+    as the longest window spans, or up to MAX_ENDS for models that keep only windows.
     """
 
     def __init__(self, cache: Cache, shape: CacheShape, chunk_tokens: int) -> None:
         self.ends: list[Held] = []
         self.on_first: Callable[[], object] | None = None
-        """Is called once the first token is there."""
+        """Called once the first token is generated."""
         self._cache = cache
         self._shape = shape
         self._step = chunk_tokens
@@ -217,10 +215,10 @@ class Watch(StoppingCriteria):
         self._limit = -(-longest // chunk_tokens) if shape.keeps_all else MAX_ENDS
 
     def __call__(self, input_ids: Tensor, scores: Any, **_: Any) -> Tensor:
-        """Look at the cache behind *input_ids*, (1, tokens), the last of which is not in it."""
+        """Inspect the cache after *input_ids*, (1, tokens), the last of which is not in it."""
         on_first, self.on_first = self.on_first, None
         if on_first is not None:
-            int(input_ids[0, -1])  # what was queued on a device is done
+            int(input_ids[0, -1])  # waits for work queued on a device
             on_first()
         if self._shape.has_ends and length(self._cache, self._shape) % self._step == 0:
             taken = Held.of_end(self._cache, self._shape, self._step)
@@ -228,8 +226,8 @@ class Watch(StoppingCriteria):
         return torch.zeros(input_ids.shape[0], dtype=torch.bool, device=input_ids.device)
 
 
-# --- importance: the mean attention that a token gets from the last ones of a prompt (SnapKV, Li et
-# al., arXiv 2404.14469, section 3.2). Codecs spend more bits on those that get much (MiKV, Yang et
+# --- importance: the mean attention that a token gets from a prompt's last ones (SnapKV, Li et
+# al., arXiv 2404.14469, section 3.2). Codecs spend more bits on important tokens (MiKV, Yang et
 # al., arXiv 2402.18096, section 3).
 
 
@@ -237,11 +235,11 @@ class Watch(StoppingCriteria):
 def noting_attention(
     model: PreTrainedModel, cache: Cache, shape: CacheShape, tokens: int
 ) -> Iterator[Callable[[], None]]:
-    """Note in *cache* what attention a prompt of so many *tokens* gets that *model* generates from.
+    """Record in *cache*'s notes the attention that each of a prompt's *tokens* tokens gets.
 
-    In this thread, until what this yields is called: once the first token is there. Nothing is
-    noted of 0 *tokens*, in static caches and those with windows or states, nor of attention that a
-    model computes without an implementation of transformers' (``eager``).
+    Records in this thread, until the yielded function is called: once the first token is there.
+    Records nothing for 0 *tokens*, static caches, caches with windows or states, or attention
+    that is not a registered implementation of transformers (``eager``).
     """
     config: Any = model.config.get_text_config()
     is_seen = tokens and not shape.has_ends and not isinstance(cache, StaticCache)
@@ -258,7 +256,7 @@ def noting_attention(
 
 
 def _watch(name: str) -> bool:
-    """Have the implementation called *name* watched; return whether there is one."""
+    """Wrap the attention implementation called *name*; return whether it exists."""
     own: Attend | None = AttentionInterface().get(name)  # type: ignore[no-untyped-call]
     if own is None:
         return False
@@ -267,7 +265,7 @@ def _watch(name: str) -> bool:
 
     @wraps(own)
     def attend(module: Any, query: Tensor, key: Tensor, *more: Any, **named: Any) -> Any:
-        # Compiled models have static caches, and cannot look at a thread.
+        # Compiled models have static caches, and cannot read thread-local state.
         look = None if torch.compiler.is_compiling() else getattr(_HERE, "look", None)
         if look is not None:
             look.note(query, key, named.get("scaling"))
@@ -279,7 +277,7 @@ def _watch(name: str) -> bool:
 
 
 class _Look:
-    """Collects what attention each of *tokens* gets, in every *step*-th layer."""
+    """Collects the attention that each of *tokens* gets, in every *step*-th layer."""
 
     def __init__(self, tokens: int, step: int) -> None:
         self._tokens = tokens
@@ -288,7 +286,7 @@ class _Look:
         self._found: list[Tensor] | None = []
 
     def note(self, queries: Tensor, keys: Tensor, scale: float | None) -> None:
-        """Take *queries*, (1, heads, some, dim), and *keys*, (1, kv_heads, tokens, dim)."""
+        """Record *queries*, (1, heads, some, dim), and *keys*, (1, kv_heads, tokens, dim)."""
         if keys.ndim != 4 or keys.shape[0] != 1 or keys.shape[2] != self._tokens:
             return
         is_looked_at, self._layers = self._layers % self._step == 0, self._layers + 1
@@ -300,21 +298,21 @@ class _Look:
                 self._found = None
 
     def weights(self) -> Importance | None:
-        """Return the weights, f32 (tokens,), positive; None where there is none to be had."""
+        """Return the weights, f32 (tokens,), positive; None if none were measured."""
         try:  # torch stacks no empty list
             weights: Importance = torch.stack(self._found or []).mean(0).cpu().numpy()
         except _FAULTS:
             return None
-        # 0 would say that a token is of no importance; that it got little does not.
+        # 0 would mean no importance; underflow does not.
         tiny = np.finfo(np.float32).tiny
         return np.maximum(weights, tiny) if np.isfinite(weights).all() else None
 
 
 def mean_attention(queries: Tensor, keys: Tensor, scale: float | None = None) -> Tensor:
-    """Return the attention that each key gets, the mean over heads and who sees it: (tokens,).
+    """Return the attention that each key gets, the mean over heads and its queries: (tokens,).
 
-    A sum would favour keys that more see. *queries* are those of the last tokens, (heads, some,
-    dim), *keys* (kv_heads, tokens, dim).
+    A sum would favour keys that more queries attend to. *queries* are those of the last tokens,
+    (heads, some, dim), *keys* (kv_heads, tokens, dim).
     """
     (heads, count, dim), (kv_heads, tokens, _) = queries.shape, keys.shape
     grouped = queries.reshape(kv_heads, -1, dim) * (dim**-0.5 if scale is None else scale)
@@ -325,22 +323,22 @@ def mean_attention(queries: Tensor, keys: Tensor, scale: float | None = None) ->
         logits = (own @ key.T).view(-1, count, tokens)
         logits[:, :, -count:] += hidden
         given += logits.softmax(-1, dtype=torch.float32).sum((0, 1)) / heads
-    # The first of the last tokens is seen by all of them, the last by itself alone.
+    # All of the last tokens attend to the first of them, only the last one to itself.
     given[-count:] /= torch.arange(count, 0, -1, device=keys.device)
     given[:-count] /= count
     return given
 
 
-# --- lossy copies, which open and close the gate of a model and a codec
+# --- measuring lossy copies, to open and close the gate of a model and a codec
 
 
 def comparison(
     model: PreTrainedModel, tokens: Sequence[int], cache: Cache, prefix: Prefix
 ) -> ReuseReport:
-    """Return the report on a prompt of which *cache* holds *prefix*, lossy by one codec.
+    """Return the report on a prompt whose *cache* holds *prefix*, lossy by one codec.
 
-    The logits of the last tokens behind *cache*, which is used up, are compared with those of a
-    full prefill. So that there are enough, less of the cache is used: half of what is lossy stays.
+    Compares the last tokens' logits after *cache*, which is consumed, with those of a full
+    prefill. To compare enough tokens the cache may be cropped, by at most half of its lossy part.
     """
     exact, held = prefix.exact_tokens, int(cache.get_seq_length())
     left = max(len(tokens) - COMPARED_TOKENS, exact + -(-(held - exact) // 2))

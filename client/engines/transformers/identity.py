@@ -1,4 +1,4 @@
-"""The identity of a transformers model's KV: what makes it interchangeable, and what is refused."""
+"""The identity under which a transformers model's KV is interchangeable, and its refusals."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from kvstore.proto.types import MIN_CHUNK_TOKENS, KVLayout, Model
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose caches the connector is tested with."""
 KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-"""Implementations of attention that compute the same but for rounding."""
+"""Attention implementations that agree up to rounding."""
 SAMPLED = 64
-"""Elements of each tensor that stand for it where a commit names the rest."""
+"""Elements sampled from each tensor where a commit names the weights."""
 ROUNDINGS = 64
-"""Of the largest number, what two ways to the same one may differ by in float32."""
+"""Allowed difference between two computations, in rounding errors of the largest value."""
 WATCHED = 8
-"""Elements of each tensor that are looked at before each prompt."""
+"""Elements of each tensor that are checked before each prompt."""
 
 
 def representation_of(
@@ -44,13 +44,13 @@ def representation_of(
     model_revision: str | None = None,
     adapter_digest: str = "none",
 ) -> Model:
-    """Return what makes KV of *model* interchangeable with other KV.
+    """Return the identity under which KV of *model* is interchangeable.
 
-    Weights that are those of the files they were loaded from have the files' name, which every
-    engine gives them. Others are named by *model_revision*, a commit or a digest, or else by the
-    commit the model was downloaded at, and a sample of them; without either by a digest of all of
-    them. A model that carries an adapter needs *adapter_digest*, a digest of the active one's
-    weights. Raises ModelError for models whose KV cannot be stored.
+    Weights equal to the files they were loaded from have the files' name, as in every engine.
+    Others are named by *model_revision*, a commit or a digest, or else by the downloaded commit,
+    and a sample of them; without either by a digest of all of them. A model with an adapter needs
+    *adapter_digest*, a digest of the active adapter's weights. Raises ModelError for models whose
+    KV cannot be stored.
     """
     for name, given, has in (("model", model, "config"), ("tokenizer", tokenizer, "get_vocab")):
         if not hasattr(given, has):
@@ -70,7 +70,7 @@ def representation_of(
 
 
 def _departures(model: PreTrainedModel) -> dict[str, str]:
-    """Return what the model's code and numbers are that no setting says."""
+    """Return departures of the model's code and numbers that no setting states."""
     found, attention = dict[str, str](), str(model.config._attn_implementation)
     if not type(model).__module__.startswith("transformers.models."):
         found["class"] = str(type(model))
@@ -87,7 +87,7 @@ def _departures(model: PreTrainedModel) -> dict[str, str]:
 
 
 def check_adapter(model: PreTrainedModel, adapter_digest: str) -> None:
-    """Raise ModelError where an adapter changes what *model* computes, and nobody names it."""
+    """Raise ModelError if *model* has an adapter and *adapter_digest* is not given."""
     carries = getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
     if carries and adapter_digest == "none":
         fix = "this model carries an adapter: give its digest"
@@ -102,7 +102,7 @@ def check_device(model: PreTrainedModel) -> None:
 
 
 def cache_shape(model: PreTrainedModel) -> CacheShape:
-    """Return what *model* keeps of a prompt. Raises ModelError naming what it refuses."""
+    """Return what *model* keeps of a prompt. Raises ModelError for unsupported models."""
     config = model.config
     for name in ("is_encoder_decoder", "add_cross_attention", "cross_attention_layers"):
         if getattr(config, name, None):
@@ -122,10 +122,10 @@ def cache_shape(model: PreTrainedModel) -> CacheShape:
 
 
 def check_resumable(model: PreTrainedModel, shape: CacheShape, identity: Model) -> None:
-    """Raise ModelError unless *model* goes on from a stored prefix as it would have by itself.
+    """Raise ModelError unless *model* continues from a stored prefix as from its own.
 
-    What it computes has to be the same but for rounding, and far less the same with a state left
-    out: some models look at theirs for a single token only.
+    Its output must be the same up to rounding, and differ far more without a state: some models
+    use theirs only when computing a single token.
     """
     ids, span = caches.probe_ids(model), (0, MIN_CHUNK_TOKENS)
     whole = caches.forward(model, ids, DynamicCache(config=model.config))
@@ -135,7 +135,7 @@ def check_resumable(model: PreTrainedModel, shape: CacheShape, identity: Model) 
     chunk = CacheReader(identity, shape, Held.of_row(first, shape), ends).tensors(span)
 
     def error(without: str = "") -> float:
-        """Return how far it is off behind a chunk, and without states of that name."""
+        """Return the error after a stored chunk, with the states named *without* zeroed."""
         held, cache = Held.empty(shape, [span], model.device), DynamicCache(config=model.config)
         caches.copy(held.chunk(shape, KVLayout.of(identity, span[1]), span), chunk)
         held.fill(cache, shape, span[1])
@@ -161,11 +161,11 @@ def _weights(model: PreTrainedModel, stated: str) -> Weights:
     commit = str(getattr(model.config, "_commit_hash", None) or "")
     try:
         weights = shared.weights_of(name, stated, commit)
-    except ModelError:  # they have no name, so what they are has to say
+    except ModelError:  # no name: their content identifies them
         weights = None
     named = stated if shared.is_exact(stated) else commit
-    # A commit names what else is in the files; a digest of them does once nothing differs. What
-    # was written to since it was loaded may differ anywhere.
+    # Under a commit's name a sample suffices; without one every element is compared. A tensor
+    # written since it was loaded may differ anywhere.
     every = not named or any(map(_version, model.state_dict().values()))
     if weights and weights.folder and _is_in(model, weights.folder, every=every):
         return weights
@@ -177,9 +177,9 @@ def _weights(model: PreTrainedModel, stated: str) -> Weights:
 
 
 def _is_in(model: PreTrainedModel, folder: Path, *, every: bool) -> bool:
-    """Return whether *folder*'s files have each weight of *model*, cast to the type it computes in.
+    """Return whether *folder*'s files hold each weight of *model*, cast to its dtype.
 
-    All elements are looked at, or without *every* some.
+    Compares all elements, or only a sample without *every*.
     """
     state = model.state_dict()
     found = set()
@@ -203,7 +203,7 @@ def _is_in(model: PreTrainedModel, folder: Path, *, every: bool) -> bool:
 
 
 def weights_digest(model: PreTrainedModel, sampled: int = 0) -> str:
-    """Return a digest of the model's weights, as they are now, or of so many elements of each."""
+    """Return a digest of the model's current weights, or of *sampled* elements of each."""
     digest = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
@@ -214,15 +214,15 @@ def weights_digest(model: PreTrainedModel, sampled: int = 0) -> str:
 
 
 class WeightsChange(NamedTuple):
-    """Which weights a model has by now."""
+    """The weights a model has now."""
 
     name: bytes = b""
-    """Beside that of the model's identity; empty before any change."""
+    """Added to the model's identity; empty before any change."""
     changes: int = 0
-    """A name may come again: what was computed between does not belong to it."""
+    """Distinguishes weights whose name returns: KV computed between is not theirs."""
 
     def named(self, extra: Sequence[bytes]) -> Sequence[bytes]:
-        """Return what else names a prompt of these weights."""
+        """Return *extra*, preceded by the name of these weights if they have one."""
         return [self.name, *extra] if self.name else extra
 
 
@@ -230,10 +230,10 @@ NO_CHANGE = WeightsChange()
 
 
 class WeightsWatch:
-    """Notices that the weights of a model are not those it saw last. Thread-safe.
+    """Detects changes of a model's weights. Thread-safe.
 
-    torch counts what is written to a tensor in place, but for writes through ``.data``: those are
-    seen by a few elements of each tensor of torch's own classes. Keeps no weights alive.
+    torch counts in-place writes to a tensor, except through ``.data``: those are detected by
+    sampling elements of each tensor of torch's own classes. Keeps no weights alive.
     """
 
     def __init__(self, model: PreTrainedModel) -> None:
@@ -243,7 +243,7 @@ class WeightsWatch:
         self._now = NO_CHANGE
 
     def current(self) -> WeightsChange:
-        """Look at the weights, and return which they are."""
+        """Check the weights for a change, and return the current ones."""
         with self._lock:
             before, self._seen = self._seen, self._mark()
             if before != self._seen:
@@ -251,13 +251,13 @@ class WeightsWatch:
             return self._now
 
     def reset(self, revision: str | None = None) -> None:
-        """Take the weights of this moment for others than before, called *revision* if given."""
+        """Treat the current weights as changed, and name them *revision* if given."""
         with self._lock:
             self._seen = self._mark()
             self._change(revision)
 
     def after_fork(self) -> None:
-        """Go on in a child: another thread may have had the lock, and not named what it saw."""
+        """In a child: another thread may have held the lock amid a change."""
         if self._lock.locked():
             self._change()
         self._lock = threading.Lock()
@@ -268,15 +268,15 @@ class WeightsWatch:
 
     def _mark(self) -> tuple[Any, ...]:
         tensors = list(self._tensors())
-        # Memory that was freed is given out again, so an address alone is not enough.
+        # Freed memory is reused, so an address alone is not enough.
         marks = [(WeakIdRef(one), _address(one), _version(one)) for one in tensors]
         alike: dict[torch.dtype, list[torch.Tensor]] = {}
         with torch.no_grad():
             for tensor in tensors:
                 is_own = type(tensor) in (torch.Tensor, torch.nn.Parameter)
-                # Elements of a quantisation may not lie in memory as they are.
+                # Quantised tensors may not store their elements as such.
                 if is_own and tensor.numel() and tensor.is_contiguous():
-                    # One call of torch, not the four of _some: there are hundreds of tensors.
+                    # One torch call, not the four of _some: there are hundreds of tensors.
                     step = max(1, tensor.numel() // WATCHED)
                     size, start = min(tensor.numel(), WATCHED), tensor.storage_offset()
                     some = tensor.as_strided((size,), (step,), start)
@@ -299,7 +299,7 @@ def _version(tensor: torch.Tensor) -> int:
 def _address(tensor: torch.Tensor) -> int:
     try:
         return tensor.data_ptr()
-    except RuntimeError:  # it is made of others, as some quantisations' are
+    except RuntimeError:  # composed of other tensors, as in some quantisations
         return 0
 
 

@@ -1,4 +1,4 @@
-"""The load of a prompt's prefix: whole, or while the model computes other chunks or layers."""
+"""Loads a prompt's prefix: whole, or while the model computes other chunks or layers."""
 
 from __future__ import annotations
 
@@ -30,16 +30,16 @@ from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import EXACT, Accuracy, ChunkKey, KVLayout, Stated, layer_order
 
 RING_BYTES = 128 << 20
-"""Host memory of a ring: as many chunks as fit, or one that is larger."""
+"""Host memory of a ring: as many chunks as fit, or one larger chunk."""
 ALIGN_BYTES = 64
-"""Each tensor of a chunk begins at a multiple of it."""
+"""Alignment of each tensor of a chunk."""
 UNSEEN_BYTES_PER_S = 1e12
-"""What is thought of a link before something came over it: that nothing is to be gained."""
+"""Assumed rate of an unmeasured link: so fast that layer by layer gains nothing."""
 LEAST_GAIN_S, LEAST_GAIN = 0.02, 0.125
-"""What loading layer by layer has to save, in seconds and as a share of load and forward: less is
-not worth a load that may end in the middle."""
+"""Least saving for a load layer by layer, in seconds and as a share of load and forward: less is
+not worth the risk of a late layer."""
 WAITED_S = 0.001
-"""A layer that took longer than this was waited for: by then the link had brought no more."""
+"""A layer that takes longer is bound by the link, and measures its rate."""
 T = TypeVar("T")
 
 
@@ -47,10 +47,10 @@ T = TypeVar("T")
 
 
 class Staging:
-    """Memory that chunks of *shape*, *tokens* each at most, pass through to and from *where*.
+    """Staging memory for chunks of *shape*, at most *tokens* each, to and from *where*.
 
-    A ring of host memory and one piece of device memory. All is queued on the stream that the
-    engine computes on. Hold ``lock`` while places of the ring are in use.
+    A ring of host memory and one device buffer. Copies are queued on the engine's compute stream.
+    Hold ``lock`` while slots of the ring are in use.
     """
 
     def __init__(self, device: Device, where: torch.device, shape: CacheShape, tokens: int) -> None:
@@ -64,13 +64,13 @@ class Staging:
     @cached_property
     def _memory(self) -> tuple[torch.Tensor, torch.Tensor]:
         """The ring's memory, uint8 (slots, slot bytes), and the device's, uint8 (slot bytes,)."""
-        with torch.inference_mode(False):  # the next to use them may be outside of it
+        with torch.inference_mode(False):  # later users may be outside of it
             ring = self._device.staging(self.slots * self._slot_bytes)
             room = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._where)
         return ring.view(self.slots, -1), room
 
     def to_host(self, tensors: LayerTensors) -> Nested:
-        """Return what *tensors* hold, in the ring's next place; those on the host as they are."""
+        """Copy *tensors* into the ring's next slot, except those on the host; return them."""
         ring, room = self._memory
         self._last = (self._last + 1) % self.slots
         gathered, size = self._placed(room, tensors)
@@ -90,7 +90,7 @@ class Staging:
     ) -> list[Stated]:
         """Read the longest run of *keys*, chunk i of a layout into ``out(i, layout)``.
 
-        Return what each states. They come a ring's worth at a time, each in one copy.
+        Return the ``Stated`` of each. They are read a ring at a time, with one copy per chunk.
         """
         ring, room = self._memory
         found: list[Stated] = []
@@ -117,7 +117,7 @@ class Staging:
         return found
 
     def _placed(self, memory: torch.Tensor, tensors: LayerTensors) -> tuple[Nested, int]:
-        """Return views of *memory*, uint8 (bytes,), like *tensors*, and the bytes they take."""
+        """Return views of *memory*, uint8 (bytes,), like *tensors*, and their total bytes."""
         end = 0
 
         def place(like: Any) -> torch.Tensor:
@@ -132,7 +132,7 @@ class Staging:
 
 
 def chunk_bytes(shape: CacheShape, tokens: int) -> int:
-    """Return what a chunk of so many tokens takes at most, with its windows and states."""
+    """Return the most bytes a chunk of *tokens* tokens takes, with its windows and states."""
     held = Held.empty(shape, [(0, tokens)], torch.device("meta"))
     parts = [*chain.from_iterable(held.tokens.values()), *held.states.values()]
     return sum(_aligned(part.nbytes) for part in parts)
@@ -143,10 +143,10 @@ def _aligned(size_bytes: int) -> int:
 
 
 def device_of(model: PreTrainedModel) -> Device | None:
-    """Return the model's device; None for the CPU, between which and itself nothing is copied."""
+    """Return the model's device; None for the CPU, which needs no copies."""
     if model.device.type == "cpu":
         return None
-    # Copies of torch's own wait for other devices than CUDA's.
+    # On devices other than CUDA torch's copies are synchronous.
     return open_device(model.device) if model.device.type == "cuda" else HostDevice()
 
 
@@ -154,10 +154,10 @@ def device_of(model: PreTrainedModel) -> Device | None:
 
 
 class Call(NamedTuple):
-    """What all prompts of a call have in common."""
+    """What all prompts of a call share."""
 
     extra: Sequence[bytes]
-    """What names them beside their tokens, the change of the weights among it."""
+    """Identifies them beside their tokens; includes the change of the weights."""
     weights: WeightsChange
     allowed: Allowed
     settings: Any = None
@@ -165,37 +165,37 @@ class Call(NamedTuple):
     passed: Mapping[str, Any] = MappingProxyType({})
     """Other arguments of ``model.generate``."""
     deadline_ms: int = 0
-    """Of the first token, from ``began_s`` on; 0: none."""
+    """Deadline of the first token, from ``began_s`` on; 0: none."""
     began_s: float = 0.0
 
 
 @dataclass
 class Link:
-    """What the loads of one connector share. Any thread may use it."""
+    """State shared by the loads of one connector. Thread-safe."""
 
     connector: Connector
     model: PreTrainedModel
     shape: CacheShape
     staging: Staging | None
     meter: LinkMeter = field(default_factory=lambda: LinkMeter(UNSEEN_BYTES_PER_S, time.monotonic))
-    """How fast chunks come, in bytes of raw frames."""
+    """Measures the rate of chunks, in bytes of raw frames."""
     layered: threading.Lock = field(default_factory=threading.Lock)
-    """Held by the one load that is layer by layer: two would wait for each other's layers."""
+    """Held by the only load layer by layer: two would wait for each other's layers."""
     is_doubted: bool = False
-    """Whether a load layer by layer was lost, and none that is whole has been seen since."""
+    """Whether a load layer by layer failed, and no whole load has succeeded since."""
 
 
 class _LayerLostError(Exception):
-    """A layer came of fewer chunks than the first one."""
+    """A layer arrived for fewer chunks than the first one."""
 
 
 class PrefixLoad:
     """The load of one prompt into a cache, and the forward behind it. For one thread.
 
-    With ``in_layers`` exact copies come layer by layer, where that saves enough by what the link
-    and the connector's ``learned`` say: the shorter of transfer and computing. Each layer is
-    verified before the model sees it. When one is late or proves wrong the forward is given up,
-    and done again behind the chunks that are right in all layers.
+    With ``in_layers`` exact copies load layer by layer if that saves enough, by the rates of the
+    link and the connector's ``learned``: it saves the shorter of transfer and compute. Each layer
+    is verified before the model uses it. If one is late or damaged, the forward is aborted and
+    repeated after the chunks that are valid in all layers.
     """
 
     def __init__(self, link: Link, call: Call, tokens: Sequence[int], cache: Cache) -> None:
@@ -204,28 +204,28 @@ class PrefixLoad:
         self.cache: Any = cache
         self.prefix = Prefix()
         self.ends: list[Held] = []
-        """What the cache had of its end on the way."""
+        """The cache's windows and states at each pause."""
         self.in_layers = False
         self.to_compare: Cache | None = None
-        """What was loaded, if that is to be compared with a full prefill."""
+        """The loaded cache, if it is to be compared with a full prefill."""
         self._link, self._connector = link, link.connector
         self._held: Held | None = None
         self._layers: Generator[Layer, None, None] | None = None
         self._counts: dict[int, int] = {}
-        """Of each layer that came, the chunks that were right by then."""
+        """Valid chunks of each layer that arrived."""
         self._reason = ""
         self._spans: Sequence[Span] = ()
-        """The chunks that were asked for."""
+        """The chunks requested."""
         self._sizes: Sequence[int] = ()
-        """Bytes of them as raw frames."""
+        """Their sizes as raw frames, in bytes."""
         self._arriving: dict[int, Any] = {}
-        """The cache's layers that nothing has waited for yet."""
+        """The cache's layers that have not been waited for."""
         self.waited_s = self._began_s = 0.0
 
     def load(self) -> None:
-        """Have the longest stored prefix in the cache, or on its way.
+        """Load the longest stored prefix into the cache, or start to.
 
-        For a deadline the model computes what loads too slowly. Raises what the model raises.
+        With a deadline the model computes chunks that load too slowly. Raises the model's errors.
         """
         link, call, cache, failed = self._link, self.call, self.cache, list[Exception]()
         is_plain = link.staging is None and not link.shape.has_ends
@@ -247,7 +247,7 @@ class PrefixLoad:
             self._layers, link.is_doubted = None, True
         if self._layers is None:
             self._count()
-        else:  # counted once all of it came, for which the cache's layers wait
+        else:  # counted once all layers arrived; each cache layer waits for its own
             self._arriving = {s.layer: cache.layers[s.layer] for s in link.shape.tokens}
             for number, layer in self._arriving.items():
                 vars(layer)["update"] = partial(self._update, number)
@@ -256,9 +256,9 @@ class PrefixLoad:
         caches.notes_of(cache).exact_tokens = prefix.exact_tokens if prefix.lossy_tokens else None
 
     def _beside(self, failed: list[Exception]) -> Callable[[range], None]:
-        """Return what computes chunks, but for the last token, while others load.
+        """Return a function that computes chunks, without the last token, while others load.
 
-        What the model raises is in *failed*, too.
+        It also appends the model's errors to *failed*.
         """
         model, chunk_tokens = self._link.model, self._connector.client.options.chunk_tokens
         ids = torch.tensor([self.tokens], device=model.device)[:, :-1]
@@ -268,7 +268,7 @@ class PrefixLoad:
             began_s = time.perf_counter()
             try:
                 last = caches.forward(model, some, self.cache)
-                float(last[0, 0])  # the next is begun once this is done, on a device, too
+                float(last[0, 0])  # waits for a device
             except Exception as error:
                 failed.append(error)
                 raise
@@ -284,9 +284,9 @@ class PrefixLoad:
         first: int,
         least: Accuracy,
     ) -> Sequence[Stated]:
-        """Read the chunks of *keys* from number *first* on, or begin to; return what each states.
+        """Read the chunks of *keys* from index *first*, or start to; return each one's ``Stated``.
 
-        With windows or states all of them have to come.
+        With windows or states a partial read is useless and returns ().
         """
         link, client, stated = self._link, self._connector.client, list[Stated]()
         shape, wanted, self._spans = link.shape, keys[first:], spans[first:]
@@ -322,20 +322,20 @@ class PrefixLoad:
     # --- layer by layer
 
     def _begins_layers(self, least: Accuracy) -> bool:
-        """Whether to load layer by layer; if so ``link.layered`` is held."""
+        """Return whether to load layer by layer; if so ``link.layered`` is held."""
         client, prefill = self._connector.client, self._connector.learned.model()
         may = self.in_layers and least is Accuracy.exact and not self._link.is_doubted
         if not may or prefill is None:
             return False
         transport = client._link.connected()
-        if transport.name == "shm":  # all is in reach at once
+        if transport.name == "shm":  # all layers are available at once
             return False
         held = min(self._spans[-1][1], len(self.tokens) - 1)
         compute_s = prefill.seconds(len(self.tokens) - held, held)
         load_s = sum(self._sizes) / self._link.meter.estimate().mean_bytes_per_s
         return (
             min(load_s, compute_s) >= max(LEAST_GAIN_S, LEAST_GAIN * (load_s + compute_s))
-            # What is late then loses every chunk, of a whole load only those behind.
+            # A late layer loses every chunk; in a whole load only the late chunks are lost.
             and load_s <= client.options.deadline_ms / 2000
             and len(self._spans) <= transport.session.terms.max_batch_chunks
             and self._link.layered.acquire(blocking=False)
@@ -351,7 +351,7 @@ class PrefixLoad:
             self._link.layered.release()
 
     def _draw(self) -> bool:
-        """Wait for the next layer; return whether one came. Raises KVStoreErrors."""
+        """Wait for the next layer; return whether one arrived. Raises KVStoreErrors."""
         assert self._layers is not None
         asked_s = time.monotonic()
         try:
@@ -367,12 +367,12 @@ class PrefixLoad:
                 self._link.meter.observe(came_bytes, now_s - self._began_s)
 
     def _update(self, number: int, *new: Any, **more: Any) -> Any:
-        """Do what the cache's layer does with *new* keys and values, once its own came."""
+        """Update the cache's layer with *new* keys and values, once its loaded ones arrived."""
         self._wait(number)
         return self.cache.layers[number].update(*new, **more)
 
     def _wait(self, number: int) -> None:
-        """Return once layer *number* came. Raises what ends the forward, where it did not."""
+        """Wait for layer *number*. Raises _LayerLostError, which ends the forward, if lost."""
         began_s = time.perf_counter()
         while number not in self._counts and self._connector.ask(self._draw, False):
             pass
@@ -382,13 +382,13 @@ class PrefixLoad:
         del vars(self._arriving.pop(number))["update"]
         if not self._arriving:
             assert self._layers is not None
-            # Hold nothing twice: what grows is a copy.
+            # Free the loaded tensors: the growing cache has copies.
             self._connector.ask(self._layers.close, None)
 
     def run(self, work: Callable[[], T]) -> T:
-        """Return what *work*, the forward, makes of the cache; ``prefix`` is what was in it.
+        """Return the result of *work*, the forward; ``prefix`` is then what the cache held.
 
-        Where a layer did not come, *work* is done again behind what is right. Raises what it does.
+        If a layer is lost, *work* is repeated after the valid chunks. Raises what *work* raises.
         """
         if self._layers is None:
             return work()
@@ -406,7 +406,7 @@ class PrefixLoad:
         return work()
 
     def _cut(self) -> None:
-        """Have the cache hold the first chunks alone, which are right in all layers."""
+        """Cut the cache to the leading chunks that are valid in all layers."""
         self._link.is_doubted = True
         while self._connector.ask(self._draw, False):
             pass
@@ -426,7 +426,7 @@ class PrefixLoad:
 
 
 def is_compiled(model: torch.nn.Module) -> bool:
-    """Whether any of *model* was compiled by torch: such code does not wait where Python would."""
+    """Return whether torch compiled any of *model*: such code does not wait for layers."""
     return any(
         module._compiled_call_impl is not None
         or hasattr(module.forward, "_torchdynamo_orig_callable")

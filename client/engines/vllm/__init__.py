@@ -1,6 +1,6 @@
-"""vLLM on this store: the connector that vLLM loads by name, in a file a subject.
+"""vLLM on this store: the connector that vLLM loads by name.
 
-What vLLM loads is imported with the first use: most of the files need no vLLM.
+It is imported on first access: most of the files do not need vLLM.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""An engine's pages as vLLM registers them: how K and V lie in a block, found by looking, and where
-a chunk that is loaded goes.
+"""An engine's pages as vLLM registers them: the detected layout of K and V in a block, and the
+targets of loaded chunks.
 
-vLLM hands over one tensor a layer, (blocks, kv_heads, block_tokens, 2 * head_dim), of latent
-layers (blocks, 1, block_tokens, head_dim), with any strides. Its blocks are those of the kernels,
-of which a block of the block tables may have several. What lies in a block is the attention
-backend's business: its CPU kernels keep K transposed. So the backend is called to write a block of
-noise, and whoever cannot be read back right is refused.
+vLLM registers one tensor per layer, (blocks, kv_heads, block_tokens, 2 * head_dim), for latent
+layers (blocks, 1, block_tokens, head_dim), with any strides. Its blocks are those of the kernels;
+a block of the block tables may have several. The attention backend defines the layout in a
+block: CPU kernels keep K transposed. So the backend writes a block of noise, and pages that do
+not read back correctly are refused.
 """
 
 from __future__ import annotations
@@ -35,18 +35,18 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import END_KINDS, ChainDigest, Component, DType, KVLayout, Stated
 
 BlockWriter: TypeAlias = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
-"""The engine's own: writes parts (keys and values, or latents), each (tokens, kv_heads,
-head_dim), into the slots of pages that a tensor of int64 names: ``write(parts, pages, slots)``."""
+"""``write(parts, pages, slots)`` of the engine's backend: writes parts (keys and values, or
+latents), each (tokens, kv_heads, head_dim), into the slots of pages in an int64 tensor."""
 BlockLayout: TypeAlias = Callable[[torch.Tensor], "tuple[torch.Tensor, ...]"]
 """Returns the parts of pages as views, each (blocks, kv_heads, block_tokens, head_dim)."""
 NULL_BLOCK = 0
-"""In a block table: vLLM's block that stands for none."""
+"""In a block table: vLLM's placeholder for no block."""
 _PROBE_BLOCKS = 3
 _PROBED_BLOCK = 1
 
 
 def side_by_side(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return K and V where each token's V follows its K, as the registered shape says."""
+    """Return K and V where each token's V follows its K, as in the registered shape."""
     head_dim = pages.shape[3] // 2
     return pages[..., :head_dim], pages[..., head_dim:]
 
@@ -66,26 +66,26 @@ def keys_transposed(pages: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def rows(pages: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """Return the one part of latent layers: a row a token, as the registered shape says."""
+    """Return the only part of latent layers: one row per token, as in the registered shape."""
     return (pages,)
 
 
 BLOCK_LAYOUTS: tuple[BlockLayout, ...] = (keys_transposed, side_by_side, one_after_the_other)
-"""Every packing of K and V that is understood."""
+"""The supported layouts of K and V."""
 
 
 def detect_block_layout(
     pages: torch.Tensor, parts: int, write: BlockWriter, kept: torch.dtype | None = None
 ) -> BlockLayout:
-    """Return how *write* packs *parts* into blocks of the kind of *pages*, which stay as they are.
+    """Return how *write* packs *parts* into blocks like those of *pages*, which are not changed.
 
-    *kept*: the type of elements, where pages are of bytes. Raises LayoutMismatchError when no known
-    layout reads back what was written.
+    *kept*: the dtype of elements, if pages are of bytes. Raises LayoutMismatchError if no known
+    layout reads back the written data.
     """
     _, heads, tokens, width = pages.shape
     scratch, seed = _scratch(pages), torch.Generator().manual_seed(7)
     normal = [torch.randn((tokens, heads, width // parts), generator=seed) for _ in range(parts)]
-    # No zero among it in fp8: kernels do not keep the sign of those.
+    # No zeros in fp8: kernels do not keep their sign.
     noise = [(n + n.sign() / 2).to(pages.device, kept or pages.dtype) for n in normal]
     slots = torch.arange(tokens, device=pages.device) + _PROBED_BLOCK * tokens
     try:
@@ -94,7 +94,7 @@ def detect_block_layout(
         fix = f"this attention backend does not write it: {error}"
         raise LayoutMismatchError("pages", str(pages.dtype), fix) from None
     for packing in BLOCK_LAYOUTS if parts == 2 else (rows,):
-        with suppress(RuntimeError):  # torch has no view of such strides as this packing is
+        with suppress(RuntimeError):  # torch cannot view these strides in this packing
             found = [part[_PROBED_BLOCK].permute(1, 0, 2) for part in packing(scratch)]
             pairs = zip(found, noise, strict=True)
             if all(torch.equal(one, other.view(one.dtype)) for one, other in pairs):
@@ -105,7 +105,7 @@ def detect_block_layout(
 
 
 def _scratch(pages: torch.Tensor) -> torch.Tensor:
-    """Return a few empty blocks whose dimensions lie in memory in the order of those of *pages*."""
+    """Return a few empty blocks with the memory order of dimensions of *pages*."""
     sizes = (_PROBE_BLOCKS, *pages.shape[1:])
     order = sorted(range(4), key=pages.stride, reverse=True)
     empty = torch.zeros([sizes[at] for at in order], dtype=pages.dtype, device=pages.device)
@@ -117,10 +117,10 @@ def block_layouts_of(
     registered: Mapping[str, torch.Tensor],
     writer: Callable[[str], BlockWriter],
 ) -> tuple[BlockLayout, ...]:
-    """Return how the layers of each group of *shape* lie in pages *registered* by name.
+    """Return the layout of each group of *shape* in the pages *registered* by layer name.
 
-    *writer* returns how the backend of a layer writes. Raises LayoutMismatchError for pages that
-    are not of *shape*, or of several devices.
+    *writer* returns a layer's BlockWriter. Raises LayoutMismatchError for pages that do not match
+    *shape*, or are on several devices.
     """
     names = {layer.name for group in shape.groups for layer in group.layers}
     if names != set(registered):
@@ -143,7 +143,7 @@ def block_layouts_of(
 
 
 def with_heads(pages: torch.Tensor) -> torch.Tensor:
-    """Return *pages* with their dimension of heads, which latents of vLLM 0.26 lack."""
+    """Return *pages* with a heads dimension, which latents of vLLM 0.26 lack."""
     return pages.unsqueeze(1) if pages.ndim == 3 else pages
 
 
@@ -161,10 +161,10 @@ def _check(shape: KVCacheShape, group: LayerGroupShape, pages: torch.Tensor) -> 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class GroupPages:
-    """Pages of the layers of one group in CPU memory, as they were registered.
+    """Pages of the layers of one group in CPU memory, as registered.
 
     ``parts``: of each layer, as unsigned integers, (blocks, kv_heads, block_tokens, head_dim).
-    ``alike``: what copies of all layers at once need, where these are alike and have one table.
+    ``alike``: for copies of all layers at once, if they are alike and share one table.
     """
 
     shape: LayerGroupShape
@@ -175,7 +175,7 @@ class GroupPages:
 
 
 class EnginePages:
-    """The pages of every layer in CPU memory. Raises LayoutMismatchError for unknown ones."""
+    """The pages of every layer in CPU memory. Raises LayoutMismatchError for unsupported ones."""
 
     def __init__(
         self,
@@ -203,8 +203,8 @@ def _unsigned(part: torch.Tensor) -> Part:
 
 
 def windows_left(shape: KVCacheShape, tables: BlockTables) -> bool | None:
-    """Return whether the engine still has the windows of a chunk in the blocks that *tables* name;
-    None: it has nothing of it.
+    """Return whether the engine still has a chunk's windows in the blocks in *tables*; None: it
+    does not have the chunk.
     """
     has_windows = True
     for group in shape.groups:
@@ -219,9 +219,9 @@ def windows_left(shape: KVCacheShape, tables: BlockTables) -> bool | None:
 def components_of(
     shape: KVCacheShape, layout: KVLayout, tables: BlockTables
 ) -> list[tuple[Component | None, bool]]:
-    """Return what a chunk of *layout* has of each group, and whether it goes into the blocks.
+    """Return a chunk's component of each group by *layout*, and whether the blocks need it.
 
-    *tables*: the blocks of the chunk. Raises LayoutMismatchError when it lacks what they need.
+    *tables*: the blocks of the chunk. Raises LayoutMismatchError if it lacks a needed component.
     """
     tokens = len(tables[0]) * shape.block_tokens
     if layout.tokens != tokens:
@@ -244,11 +244,11 @@ def components_of(
 
 
 class BlockTarget:
-    """Where one chunk goes that is loaded into an engine's *pages*, the blocks in its *tables*.
+    """The target of one chunk loaded into an engine's *pages*: the blocks in its *tables*.
 
-    The first *kept_blocks* hold what the engine found in its own cache, and may be in use: they are
-    not written to, nor are null blocks. What cannot go straight into blocks for that spills into
-    memory of its own, and is brought in by ``finish``.
+    The first *kept_blocks* were in the engine's own cache and may be in use: they are not written,
+    nor are null blocks. Parts that include such blocks are read into spill buffers, and copied to
+    the others by ``finish``.
     """
 
     def __init__(self, pages: EnginePages, tables: BlockTables, kept_blocks: int = 0) -> None:
@@ -260,8 +260,8 @@ class BlockTarget:
         self._spill: list[tuple[Part, Part, list[int]]] = []
 
     def tensors(self, layout: KVLayout) -> AnyTensors:
-        """Return where the tensors of the chunk go. Raises what ``components_of`` does."""
-        self._spill.clear()  # of a read that was begun again
+        """Return the target tensors of the chunk. Raises as ``components_of``."""
+        self._spill.clear()  # from an earlier attempt
         wanted = components_of(self._pages.shape, layout, self._tables)
         return [
             self._layers(group, component) if is_wanted else []
@@ -290,7 +290,7 @@ class BlockTarget:
         return found
 
     def finish(self) -> None:
-        """Bring in what spilled. Call once, when the chunk has been read."""
+        """Copy spilled parts into their blocks. Call once, after the chunk was read."""
         tokens = self._pages.shape.block_tokens
         for part, found, ids in self._spill:
             for at, block in enumerate(ids):
@@ -301,16 +301,16 @@ class BlockTarget:
 # --- stores and loads beside the engine
 
 BATCH_BYTES = 64 << 20
-"""What several requests put together at most: a call for each would hold the engine up."""
+"""Limit of a joint put of several requests: one call each would delay the engine."""
 
 
 def batch_chunks(chunk_bytes: int) -> int:
-    """Return how many chunks of so many bytes are put together at most."""
+    """Return the most chunks of *chunk_bytes* in one put."""
     return max(1, BATCH_BYTES // chunk_bytes)
 
 
 class Staged(NamedTuple):
-    """A chunk that was copied: what is put, and whether its windows are among that."""
+    """A copied chunk: the tensors to put, and whether they include its windows."""
 
     tensors: LayerTensors
     has_windows: bool
@@ -318,11 +318,11 @@ class Staged(NamedTuple):
 
 @dataclass(slots=True)
 class LoadJob:
-    """One load: the chunks *digests*, each into the blocks that its ``chunks`` entry names.
+    """One load: the chunks *digests*, each into the blocks in its ``chunks`` entry.
 
-    The first ``kept_blocks`` are not written to, and none before ``after``. ``arrived`` is to be
-    called when something came, ``is_over`` says that there is no more time. ``terms``: of a load
-    with a deadline, for a side that can read in part.
+    The first ``kept_blocks`` are not written, and no block before the event ``after``. ``arrived``
+    is called on progress; ``is_over`` returns whether time is up. ``terms``: of a load with a
+    deadline, for a side that supports partial reads.
     """
 
     digests: Sequence[ChainDigest]
@@ -333,20 +333,20 @@ class LoadJob:
     is_over: Callable[[], bool]
     terms: PlanTerms | None = None
     read: int = 0
-    """How many chunks were read so far: their blocks have them."""
+    """Chunks in their blocks so far."""
     stated: list[Stated] = field(default_factory=list)
-    """Of a side that reads lossy copies: as ``Connector.read_into`` fills it."""
+    """As ``Connector.read_into`` fills it, for a side that reads lossy copies."""
 
 
 class HostSide:
-    """An engine's pages in CPU memory, as a worker loads into them and stores out of them: copied
-    beside the engine, read straight into the blocks. ``DeviceSide`` is the other.
+    """A worker's loads and stores for pages in CPU memory: stores copy in the background, loads
+    read directly into the blocks. ``DeviceSide`` is for pages on a device.
     """
 
     waits_in_pages = False
-    """Whether what cannot be copied yet waits in the engine's pages, and takes no memory."""
+    """Whether chunks not copied yet wait in the engine's pages, and take no memory."""
     is_gpu_tier_far = False
-    """Whether the server has a gpu tier that this side does not reach."""
+    """Whether the server has a gpu tier that this side cannot reach."""
 
     def __init__(self, pages: EnginePages, connector: Connector, chunk_blocks: int) -> None:
         self._pages = pages
@@ -360,15 +360,15 @@ class HostSide:
         self.idle: list[BlockGather] = []
 
     def copies(self, chunks: Sequence[BlockTables]) -> list[BlockCopy]:
-        """Begin to copy *chunks*, or the first of them that there is room for; after a step."""
+        """Start copies of *chunks*, or of the leading ones that fit; after a step."""
         return [BlockCopy(self, tables) for tables in chunks]
 
     def mark(self) -> Event | None:
-        """Return an event behind the engine's work so far, if it does any beside the host."""
+        """Return None: the engine has no asynchronous work to wait for."""
         return None
 
     def read(self, job: LoadJob) -> None:
-        """Read what can be read of a load."""
+        """Read as many chunks of *job* as possible."""
         targets = [
             BlockTarget(self._pages, tables, 0 if number else job.kept_blocks)
             for number, tables in enumerate(job.chunks)
@@ -387,38 +387,38 @@ class HostSide:
     def put_near(
         self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[object], hints: Hints
     ) -> set[int]:
-        """Put copies that need no host memory; return the numbers of those that are there."""
+        """Put copies that need no host memory; return the indices of those stored."""
         return set()
 
     def take(self) -> BlockGather:
-        """Return memory for one chunk; who is through with it appends it to ``idle``."""
+        """Return memory for one chunk; append it to ``idle`` after use."""
         with suppress(IndexError):
             return self.idle.pop()
         return BlockGather(self._pages, self._chunk_blocks)
 
     def close(self) -> None:
-        """Let go of memory: nothing is loaded or stored any more."""
+        """Release memory: no load or store may follow."""
         self.idle.clear()
 
 
 class BlockCopy:
-    """One chunk that lies in the blocks *tables* name, to be copied by whoever comes first.
+    """One chunk in the blocks in *tables*, copied by the first thread that calls ``run``.
 
-    ``result`` is the copy once it is made; None if the engine had given up what it is of.
+    ``result`` is the copy once made; None if the engine no longer had the chunk.
     """
 
     def __init__(self, side: HostSide, tables: BlockTables) -> None:
         self._side = side
         self._tables: BlockTables | None = tables
-        self._lock = threading.Lock()  # held by who makes the copy
+        self._lock = threading.Lock()  # held while copying
         self._memory: BlockGather | None = None
         self.result: Staged | None = None
 
     def begin(self) -> None:
-        """Do nothing: whoever runs it copies."""
+        """Do nothing: ``run`` copies."""
 
     def run(self) -> None:
-        """Copy it, unless that was done; return when nobody reads the blocks any more."""
+        """Copy it, unless already done; on return no thread reads the blocks."""
         with self._lock:
             tables, self._tables = self._tables, None
             if tables is not None:
@@ -426,14 +426,14 @@ class BlockCopy:
                 self.result = self._memory.take(tables)
 
     def free(self) -> None:
-        """Give the memory of the copy back, which nobody reads any more."""
+        """Return the copy's memory, which must be out of use."""
         if self._memory is not None:
             self._side.idle.append(self._memory)
         self._memory = self.result = None
 
 
 class BlockGather:
-    """Memory for one chunk of *chunk_blocks* blocks, used again and again."""
+    """Reusable memory for one chunk of *chunk_blocks* blocks."""
 
     def __init__(self, pages: EnginePages, chunk_blocks: int) -> None:
         self._shape = pages.shape
@@ -443,7 +443,7 @@ class BlockGather:
         ]
 
     def take(self, tables: BlockTables) -> Staged | None:
-        """Copy the chunk whose blocks *tables* name; return what the engine still has of it."""
+        """Copy the chunk in the blocks in *tables*; None if the engine no longer has it."""
         has_windows = windows_left(self._shape, tables)
         if has_windows is None:
             return None
@@ -464,13 +464,13 @@ class _GroupGather:
         reach = sum((size - 1) * step for size, step in steps)
         is_run = reach + 1 == block.numel() and not block.nbytes % LOOP_UNIT_BYTES
         copied = torch.empty((layers * kept, *block.shape), dtype=block.dtype)
-        if is_run:  # its elements follow each other in whatever order
+        if is_run:  # its elements are contiguous, in any order
             copied = copied.as_strided(copied.shape, (block.numel(), *block.stride()))
         self._copies = to_array(copied).reshape(layers, kept, *block.shape)
         parts = [_unsigned(part) for part in group.layout(copied)]
         self._stack = BlockStack([part.reshape(layers, kept, *part.shape[1:]) for part in parts])
         self._rows: NDArray[np.uint64] | None = None
-        if is_run:  # as ``copy_summed`` takes them: where to, from where, units, size, sum
+        if is_run:  # rows of ``copy_summed``: destination, source, units, size, sum
             count, size = layers * kept, block.nbytes
             self._rows = np.zeros((count, 5), np.uint64)
             self._rows[:, 0] = copied.data_ptr() + np.arange(count) * size
@@ -480,7 +480,7 @@ class _GroupGather:
             self._steps = np.array([[pages.strides[0]] for pages in self._pages])
 
     def take(self, tables: BlockTables) -> BlockStack:
-        """Copy what the blocks have; return the copy."""
+        """Copy the blocks' contents; return the copy."""
         ids = np.array([tables[table][-self._kept :] for table in self._tables])
         if ids.min() < 0 or ids.max() >= min(map(len, self._pages)):
             raise LayoutMismatchError("blocks", int(ids.max()), "the pages have no such block")

@@ -1,12 +1,11 @@
-"""The vLLM connector, loaded by vLLM itself: prefixes of a model's KV from and to a store.
+"""The vLLM connector, loaded by vLLM itself: loads and stores prefixes of a model's KV.
 
     --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_role": "kv_both",
       "kv_connector_module_path": "kvstore.client.engines.vllm",
       "kv_load_failure_policy": "recompute"}'
 
-vLLM makes one object in its scheduler and one in each worker. Whatever goes wrong in the store
-is a miss there; an engine whose KV has no name, or lies in pages that are not understood, runs
-as if there were no store, and says why.
+vLLM creates one object in its scheduler and one in each worker. A store error is a miss; an
+engine whose KV has no name, or unsupported pages, runs without the store and logs why.
 """
 
 from __future__ import annotations
@@ -58,38 +57,38 @@ logger = init_logger(f"vllm.{__name__}")
 Half: TypeAlias = VllmScheduler | VllmWorker
 
 OLDEST, NEWEST = (0, 26), (0, 33)
-"""Releases that the connector is written for. vLLM's interface of connectors changes with them;
-what came or changed between the two is found by looking, not by the number."""
+"""Releases that the connector is written for. vLLM's connector interface changes with them;
+changes in between are detected by feature, not by version."""
 TransferResults: Any = getattr(base, "KVConnectorTransferResults", None)
-"""What says which loads failed as a whole. None, below 0.30: vLLM takes failed blocks only."""
+"""Reports loads that failed as a whole. None below 0.30, where vLLM accepts failed blocks only."""
 HAS_BLOCK_TABLES = hasattr(getattr(sched_output, "KVConnectorBlockState", None), "get_block_ids")
-"""Whether a step comes with the block tables of all its requests: from 0.30 on."""
+"""Whether a step includes the block tables of all its requests: from 0.30 on."""
 event_keys: Callable[[list[Any]], Any] = getattr(
     kv_cache_utils, "to_event_extra_keys", lambda keys: keys
 )
-"""How events write what else names blocks; below 0.31 as it is."""
+"""Converts blocks' extra keys for events; the identity below 0.31."""
 
 
 @dataclass
 class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
-    """The plan of a step, on its way to the workers."""
+    """The plan of a step, sent to the workers."""
 
     plan: StepPlan = field(default_factory=StepPlan)
 
 
 @dataclass
 class WorkerMetadata(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
-    """What workers report, on its way to the scheduler."""
+    """The workers' report, sent to the scheduler."""
 
     report: WorkerReport
 
     def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
-        """Return what both report."""
+        """Return the joint report."""
         return WorkerMetadata(self.report.joined(other.report))
 
 
 class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
-    """The scheduler's side of the connector, or that of one worker: vLLM calls what is its own."""
+    """The connector's scheduler side, or that of one worker: vLLM calls only its methods."""
 
     _scheduler: VllmScheduler
     _worker: VllmWorker
@@ -121,24 +120,24 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """A cache: nobody waits for what it stores."""
+        """False for a cache: no request waits for its stores."""
         return False
 
     # --- scheduler
 
     def on_new_request(self, request: Any) -> None:
-        """Begin to look the request up."""
+        """Start to look up the request."""
         self._scheduler.on_new_request(request)
 
     def get_num_new_matched_tokens(
         self, request: Any, num_computed_tokens: int
     ) -> tuple[int | None, bool]:
-        """Return how many tokens can be loaded beside the engine's work; None: come back."""
+        """Return how many tokens can be loaded beside the engine's work; None: not known yet."""
         tokens = self._scheduler.matched_tokens(request, num_computed_tokens)
         return tokens, bool(tokens)
 
     def update_state_after_alloc(self, request: Any, blocks: Any, num_external_tokens: int) -> None:
-        """Take note of the blocks to load into."""
+        """Record the blocks to load into."""
         if num_external_tokens:
             self._scheduler.on_alloc(request, num_external_tokens, blocks.get_block_ids())
 
@@ -152,53 +151,53 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return StepMetadata(self._scheduler.build_plan(scheduler_output, tables_of))
 
     def update_connector_output(self, connector_output: Any) -> None:
-        """Take in what workers report."""
+        """Process the workers' report."""
         sent = connector_output.kv_connector_worker_meta
         if isinstance(sent, WorkerMetadata):
             self._scheduler.on_report(sent.report)
 
     def has_pending_push_work(self) -> bool:
-        """Whether to step on without a request: chunks wait in their pages for a free slot."""
+        """Return whether to run idle steps: chunks wait in their pages for a free slot."""
         return self._scheduler.has_stores_waiting
 
     def request_finished(
         self, request: Any, block_ids: list[int]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Forget the request; its blocks are free at once: who gets them waits for their copy."""
+        """Drop the request; its blocks are free at once, and copied before they are overwritten."""
         self._scheduler.finished(request)
         return False, None
 
     def request_finished_all_groups(
         self, request: Any, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """Do the same for an engine with several kinds of layers."""
+        """Do the same for an engine with several KV cache groups."""
         return self.request_finished(request, [])
 
     def reset_cache(self) -> bool | None:
-        """Load nothing any more of what was stored before: weights may have changed."""
+        """Stop loading earlier chunks: weights may have changed."""
         self._scheduler.reset()
         return True
 
     def take_events(self) -> Iterable[Any]:
-        """Return what the store was found to hold, and to hold no more, since the last call."""
+        """Return the events of chunks stored and removed since the last call."""
         events = self._scheduler.events
         return events.take() if events is not None else ()
 
     # --- worker
 
     def register_kv_caches(self, kv_caches: dict[str, torch.Tensor]) -> None:
-        """Take the engine's pages."""
+        """Register the engine's pages."""
         self._registered = kv_caches
         pages = {name: with_heads(each) for name, each in kv_caches.items()}
         if refusal := self._worker.register(pages, self._writer):
             logger.error("running without the store: %s", refusal)
 
     def unregister_kv_caches(self) -> None:
-        """Let go of the pages before they are given up."""
+        """Release the pages before vLLM frees them."""
         self._is_dropped |= self._worker.drop_pages()
 
     def restore_kv_caches(self) -> None:
-        """Take the pages again once they are back."""
+        """Register the pages again once they are restored."""
         if self._is_dropped:
             self._is_dropped = False
             self.register_kv_caches(self._registered)
@@ -209,15 +208,15 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         return block_writer(layer_name, layers.get(layer_name), dtype)
 
     def handle_preemptions(self, kv_connector_metadata: base.KVConnectorMetadata) -> None:
-        """Copy what is still to be stored of blocks that the step is about to write to."""
+        """Copy chunks still to be stored from blocks that the step is about to overwrite."""
         self._worker.save_before_overwrite(_plan_in(kv_connector_metadata))
 
     def start_load_kv(self, forward_context: Any, **kwargs: Any) -> None:
-        """Begin the loads of the step."""
+        """Start the loads of the step."""
         self._worker.load(_plan_in(self._get_connector_metadata()))
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """Return at once: a request that is computed has been loaded."""
+        """Do nothing: a request is computed only after its load."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: Any, **kwargs: Any
@@ -225,48 +224,48 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         """Do nothing: whole chunks are stored at the end of the step."""
 
     def wait_for_save(self) -> None:
-        """Have what the step completed copied and sent while the engine goes on."""
+        """Copy the step's completed chunks and send them in the background."""
         self._worker.store(_plan_in(self._get_connector_metadata()))
 
     def get_finished(self, finished_req_ids: set[str]) -> tuple[set[str] | None, set[str] | None]:
-        """Return the requests whose loads are over, whether they succeeded or not."""
+        """Return the requests whose loads ended, successful or not."""
         is_idle = _plan_in(self._get_connector_metadata()).is_idle
         return None, self._worker.finished_loads(is_idle=is_idle) or None
 
     def get_transfer_results(self, finished_req_ids: set[str]) -> Any:
-        """Return the same, and the loads that vLLM has to compute as a whole instead."""
+        """Return the same, and the requests that vLLM has to recompute as a whole."""
         _, over = self.get_finished(finished_req_ids)
         failed = self._worker.failed_loads()
         return TransferResults(finished_recving=over or set(), failed_recving=failed)
 
     def get_block_ids_with_load_errors(self) -> set[int]:
-        """Return the blocks that vLLM has to compute after all."""
+        """Return the blocks that vLLM has to recompute."""
         return self._worker.failed_blocks()
 
     def build_connector_worker_meta(self) -> base.KVConnectorWorkerMetadata | None:
-        """Return what the scheduler has to learn."""
+        """Return the report to the scheduler."""
         report = self._worker.report()
         return WorkerMetadata(report) if report is not None else None
 
     # --- both
 
     def get_kv_connector_stats(self) -> KVConnectorStats | None:
-        """Return what this side counted since the last call."""
+        """Return this side's counts since the last call."""
         counts = self._side.counts()
         return StoreStats(counts) if counts else None
 
     @classmethod
     def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
-        """Return counts that came from another process."""
+        """Return counts received from another process."""
         return StoreStats(data or {})
 
     @classmethod
     def build_prom_metrics(cls, *terms: Any) -> KVConnectorPromMetrics:
-        """Return what exports the counts with vLLM's own metrics."""
+        """Return the exporter of the counts to vLLM's own metrics."""
         return StoreMetrics(*terms)
 
     def shutdown(self) -> None:
-        """End the threads and the clients, after a moment for stores under way."""
+        """Stop the threads and clients, after a short wait for stores in progress."""
         self._side.close()
 
 
@@ -275,9 +274,9 @@ def _plan_in(metadata: Any) -> StepPlan:
 
 
 def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
-    """Return how the attention backend of *layer*, of that *name*, writes KV into pages.
+    """Return a function that writes KV into pages by the attention backend of *layer*.
 
-    What it writes is of *dtype*; what it divides by a scale is multiplied by it before.
+    KV is written as *dtype*, multiplied first by the scale that the backend divides by.
     """
 
     def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
@@ -300,7 +299,7 @@ def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
 
 
 def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: KVCacheShape) -> EventMaker:
-    """Return how vLLM makes events of blocks, for the KV cache groups that keep all of a prompt."""
+    """Return vLLM's event factory, for the KV cache groups that keep all of a prompt."""
     block_tokens = shape.block_tokens
     _, hash_tokens = kv_cache_utils.resolve_kv_cache_block_sizes(cache, config)
     kinds = [get_kv_cache_spec_kind(group.kv_cache_spec) for group in cache.kv_cache_groups]
@@ -319,12 +318,12 @@ def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: KVCacheShape) -
 
 
 def publishes_events(config: VllmConfig) -> bool:
-    """Whether the engine of *config* publishes KV events."""
+    """Return whether the engine of *config* publishes KV events."""
     events = config.kv_events_config
     return events is not None and events.enable_kv_cache_events
 
 
-# --- the halves
+# --- the two sides
 
 
 def _scheduler(
@@ -362,7 +361,7 @@ def _worker(
 def _connector(
     config: VllmConfig, settings: VllmSettings, shape: KVCacheShape, rank: int | None
 ) -> Connector:
-    """Return the connector of a worker, or without a *rank* that of the scheduler's lookups."""
+    """Return the connector of a worker, or, if *rank* is None, of the scheduler's lookups."""
     chunk_tokens = settings.chunk_tokens_for(shape.block_tokens)
     identity = model_of(config, shape, settings.model_revision)
     name = "vllm-lookup" if rank is None else f"vllm-rank-{rank}"
@@ -389,13 +388,13 @@ def _connector(
 
 
 NO_SHAPE = KVCacheShape((), DEFAULT_CHUNK_TOKENS)
-"""Of an engine that is not understood: nothing is loaded or stored."""
+"""For a refused engine: nothing is loaded or stored."""
 NOWHERE = "127.0.0.1:1"
-"""An address at which nobody answers."""
+"""An address where no server listens."""
 
 
 def _refused(config: Any, settings: VllmSettings, error: Exception, *, is_scheduler: bool) -> Half:
-    """Return a half that runs without the store, for *error*, and reports it to the server."""
+    """Return a side that runs without the store because of *error*, and reports it."""
     name = "vllm-lookup" if is_scheduler else "vllm-rank"
     connector = Connector(client_of_refused(config, settings, name))
     text = f"{type(error).__name__}: {error}"
@@ -417,18 +416,18 @@ def client_of_refused(config: Any, settings: VllmSettings, name: str) -> Client:
         options = settings.client_options(DEFAULT_CHUNK_TOKENS, name, is_lookup=False)
         options = replace(options, transport="grpc", staging_bytes=1)
         return Client(settings.address, identity, options)
-    except (*INCOMPATIBLE, KVStoreError, OSError):  # settings that no client can be made of
+    except (*INCOMPATIBLE, KVStoreError, OSError):  # invalid settings
         return Client(NOWHERE, identity, ClientOptions())
 
 
-# --- what vLLM logs and exports
+# --- counts for vLLM's logs and metrics
 
 
 class StoreStats(KVConnectorStats):  # type: ignore[misc]
     """Counts by name, summed over ranks and time."""
 
     def reset(self) -> None:
-        """Begin again from nothing."""
+        """Reset all counts."""
         self.data: dict[str, int] = {}
 
     def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
@@ -442,12 +441,12 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]
         return dict(self.data)
 
     def is_empty(self) -> bool:
-        """Whether nothing was counted."""
+        """Return whether there are no counts."""
         return not self.data
 
 
 class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
-    """One counter, ``vllm:kvstore_events_total``, whose label ``event`` is the name of a count."""
+    """The counter ``vllm:kvstore_events_total``, with the count's name as label ``event``."""
 
     def __init__(self, config: Any, types: Any, labelnames: list[str], values: Any) -> None:
         super().__init__(config, types, labelnames, values)
@@ -465,7 +464,7 @@ class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
 
 
 def _known(event: Any) -> Callable[..., Any]:
-    """Return what makes an *event*, without the fields that this release does not have."""
+    """Return a factory of *event* that drops fields this release does not have."""
     names = event.__struct_fields__
     return lambda **given: event(**{name: given[name] for name in given if name in names})
 
@@ -474,7 +473,7 @@ block_stored, block_removed = _known(kv_events.BlockStored), _known(kv_events.Bl
 
 
 def untested() -> str:
-    """Return what there is to say of a release that the connector is not written for, or ""."""
+    """Return a warning if this release of vLLM is not supported, or ""."""
     found = vllm.__version__
     numbers = [int(part) for part in found.split(".")[:2] if part.isdecimal()]
     if OLDEST <= tuple(numbers) <= NEWEST:
@@ -484,8 +483,8 @@ def untested() -> str:
 
 
 def check_loads_can_fail(shape: KVCacheShape) -> None:
-    """Raise ModelError where vLLM would take a load that failed for a whole one: of several block
-    tables, or of windows, it has to compute all."""
+    """Raise ModelError if vLLM would take a failed load for a complete one: with several block
+    tables or windows it has to recompute all, which releases below 0.30 cannot."""
     if shape.all_or_nothing and TransferResults is None:
         what = "sliding windows" if shape.has_ends else f"{shape.tables} KV cache groups"
         fix = f"vLLM {vllm.__version__} takes no report of a failed load of it; 0.30 does"

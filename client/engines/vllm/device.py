@@ -1,10 +1,10 @@
-"""The workers' half of the vLLM connector for pages on a device: stores and loads beside its work.
+"""The worker side of the vLLM connector for pages on a device: stores and loads beside its work.
 
-What a step completed is gathered by one launch on the engine's own stream, behind the forward pass
-and before all that is queued later, into slots of a fixed ring: no page is read once the hook has
-returned. What is loaded goes up at once, and is written to the pages behind an event that the
-engine's stream has recorded: behind its zeroing, and behind steps that still write to the blocks.
-The host waits for the device in threads of its own, never in a hook.
+One launch on the engine's own stream gathers a step's completed chunks, after the forward pass
+and before later work, into slots of a fixed ring: no page is read once the hook has returned.
+Loads are copied to the device at once, and written to the pages after an event of the engine's
+stream: after its zeroing, and after steps that still write the blocks. The host waits for the
+device in separate threads, never in a hook.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import ROOT, ChunkKey, KVLayout, LayerKind, Model, PutOutcome
 
 LOAD_SLOTS = 4
-"""Chunks of a load in host memory at once, where they have to pass it."""
+"""Chunks of a load in host memory at once, if they go through it."""
 LEAST_SLOTS = 2
-"""Chunks of a step that there must be room for."""
+"""The least number of chunks in the ring."""
 _ALIGN_BYTES = 256
 _THERE = (PutOutcome.stored, PutOutcome.exists)
 
@@ -50,9 +50,9 @@ logger = structlog.get_logger(__name__)
 
 
 class EngineDevicePages:
-    """The pages of every layer on one device, and where a step's chunks are in them.
+    """The pages of every layer on one device, and the places of chunks in them.
 
-    Raises LayoutMismatchError at birth for pages that are not understood.
+    The constructor raises LayoutMismatchError for unsupported pages.
     """
 
     def __init__(
@@ -81,9 +81,9 @@ class EngineDevicePages:
         self._of_kinds: dict[tuple[LayerKind, ...], tuple[Pages, ...]] = {}
 
     def of(self, layout: KVLayout) -> tuple[Pages, ...]:
-        """Return the pages of the components that *layout* has.
+        """Return the pages of *layout*'s components, the same object for the same kinds.
 
-        Raises LayoutMismatchError when it has others. The same object for the same ones.
+        Raises LayoutMismatchError if the engine lacks one.
         """
         kinds = tuple(component.kind for component in layout.components)
         if kinds not in self._of_kinds:
@@ -97,7 +97,7 @@ class EngineDevicePages:
     def tables(
         self, chunks: Sequence[BlockTables], kept_blocks: int = 0
     ) -> list[NDArray[np.int64]]:
-        """Return block tables over all *chunks* in the kernels' blocks, one behind the other.
+        """Return block tables of *chunks*, concatenated, in the kernels' blocks.
 
         The first *kept_blocks* and null blocks are skipped.
         """
@@ -115,7 +115,7 @@ class EngineDevicePages:
 
 
 class _Slot:
-    """Host memory for the raw frame of one chunk, which the device copies straight to and from."""
+    """Host memory for the raw frame of one chunk, which the device copies directly."""
 
     def __init__(self, memory: Bytes) -> None:
         self.tensor = tensor_over(memory)
@@ -123,14 +123,14 @@ class _Slot:
         self._views: dict[KVLayout, ChunkTensors] = {}
 
     def tensors(self, header: FrameHeader) -> ChunkTensors:
-        """Return the tensors of a chunk, as its raw frame of such a *header* has them."""
+        """Return views of the tensors of a raw frame with *header*."""
         if header.layout not in self._views:
             self._views[header.layout] = RAW.views(header, self._memory)
         return self._views[header.layout]
 
 
 class DeviceCopy:
-    """One chunk in a slot of the ring, or of which the engine had given up what it is of."""
+    """One chunk in a slot of the ring; *slot* None: the engine no longer had it."""
 
     def __init__(self, side: DeviceSide, slot: int | None, *, has_windows: bool = True) -> None:
         self._side = side
@@ -142,12 +142,12 @@ class DeviceCopy:
         self._brought: Event | None = None
 
     def begin(self) -> None:
-        """Queue its way to host memory."""
+        """Queue the copy to host memory."""
         if self.slot is not None and self._brought is None:
             self._host, self._brought = self._side.bring(self.slot, self.gathered)
 
     def run(self) -> None:
-        """Bring it to host memory; its slot of the ring is free after that."""
+        """Copy it to host memory; this frees its slot of the ring."""
         self.begin()
         if self._brought is None or self._host is None:
             return
@@ -162,7 +162,7 @@ class DeviceCopy:
             self.slot = None
 
     def free(self) -> None:
-        """Give its memory back, which nobody reads any more."""
+        """Return its memory, which must be out of use."""
         if self._brought is not None and self.result is None:
             with suppress(KVStoreError):  # if the device still works
                 self._brought.synchronize()
@@ -173,10 +173,10 @@ class DeviceCopy:
 
 
 class DeviceSide:
-    """Stores and loads of one rank whose pages lie on *device*.
+    """Stores and loads of one rank whose pages are on *device*.
 
-    *ring_bytes* of its memory at most are for chunks that a step completed; less where there is
-    less, but for one chunk's. Raises TierUnavailableError with the fix when there is none.
+    At most *ring_bytes* of its memory hold completed chunks, and at least LEAST_SLOTS chunks; less
+    if memory is short. Raises TierUnavailableError with the fix if it cannot be allocated.
     """
 
     waits_in_pages = True
@@ -205,17 +205,17 @@ class DeviceSide:
         whole = KVLayout.of(client.model, tokens)
         self._shard = None if shard is None else shard.in_chunk(client.model, whole)
         self._is_straight = isinstance(client, CudaClient) and not pages.shape.has_ends
-        # A rank's too: what is read straight into the pages is verified as a whole.
+        # Also for a rank: frames read directly into the pages are verified as a whole.
         frame_bytes = raw_frame_bytes(whole) if self._is_straight else self.chunk_bytes
         self.reader = DeviceReader(self.device, frame_bytes, LOAD_SLOTS)
         self._ring, slots = self._allocated(ring_bytes)
         self._puts = DeviceRing(self.device, self._ring)
         self.slots = list(range(slots))
-        """Those of the ring that are free; taken by the engine's thread alone."""
+        """Free slots of the ring; only the engine's thread takes them."""
         self._down = self.device.stream()
         self._ends: list[Callable[[], None]] = []
         self.host = self._host_slots(1 + blocks.batch_chunks(self.chunk_bytes))
-        """What is free of the host's; taken by the thread that stores alone."""
+        """Free host slots; only the storing thread takes them."""
         self._load_host = self._host_slots(LOAD_SLOTS)
 
     def _allocated(self, ring_bytes: int) -> tuple[torch.Tensor, int]:
@@ -243,14 +243,14 @@ class DeviceSide:
 
     @property
     def is_gpu_tier_far(self) -> bool:
-        """Whether the server has a gpu tier that this side does not reach."""
+        """Whether the server has a gpu tier that this side cannot reach."""
         client = self._connector.client
         return isinstance(client, CudaClient) and client.is_gpu_tier_far
 
     # --- stores
 
     def copies(self, chunks: Sequence[BlockTables]) -> list[DeviceCopy]:
-        """Gather as many of *chunks* as there are slots for; in the engine's thread."""
+        """Gather as many of *chunks* as slots allow; in the engine's thread."""
         found: list[DeviceCopy] = []
         gathered: list[tuple[DeviceCopy, int, BlockTables]] = []
         for tables in chunks:
@@ -276,7 +276,7 @@ class DeviceSide:
         """Queue one launch on the engine's stream for all chunks of a step."""
         layout = self.layouts[True]
         header = self.headers[layout]
-        # Null blocks are skipped: what a slot has in their place is not put.
+        # Null blocks are skipped: their place in a slot is not put.
         frames = [
             FrameAt(slot * self.chunk_bytes, header, at * self._chunk_tokens)
             for at, (_, slot, _) in enumerate(gathered)
@@ -291,7 +291,7 @@ class DeviceSide:
             copy.gathered = event
 
     def bring(self, slot: int, gathered: Event | None) -> tuple[_Slot, Event]:
-        """Queue a copy of a slot of the ring to host memory; return the event of its end."""
+        """Queue a copy of a ring slot to host memory; return it and the event of its end."""
         assert gathered is not None
         host = self.host.pop()
         try:
@@ -306,7 +306,7 @@ class DeviceSide:
     def put_near(
         self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[object], hints: Hints
     ) -> set[int]:
-        """Have a server whose gpu tier is on this device copy them out of the ring itself."""
+        """Have a server with a gpu tier on this device copy chunks directly from the ring."""
         client, connector = self._connector.client, self._connector
         if not isinstance(client, CudaClient) or connector.shard or connector.durable:
             return set()
@@ -338,11 +338,11 @@ class DeviceSide:
     # --- loads
 
     def mark(self) -> Event | None:
-        """Return an event behind the engine's work so far."""
+        """Return an event after the engine's work so far."""
         return self.device.current_stream().record()
 
     def read(self, job: blocks.LoadJob) -> None:
-        """Read straight into the pages what lies near, and the rest by way of host memory."""
+        """Read chunks directly into the pages if possible, and the rest through host memory."""
         client = self._connector.client
         if self._is_straight and isinstance(client, CudaClient) and job.digests:
             keys = [chunk_key(client.namespace, digest) for digest in job.digests]
@@ -358,13 +358,13 @@ class DeviceSide:
                 break
 
     def _paged(self, layout: KVLayout, job: blocks.LoadJob, first: int, count: int) -> Paged:
-        """Return where *count* chunks of a load from number *first* on go."""
+        """Return the target of *count* chunks of a load from index *first*."""
         kept = 0 if first else job.kept_blocks
         tables = self._pages.tables(job.chunks[first : first + count], kept)
         return Paged(self._pages.of(layout), tables)
 
     def _through_host(self, job: blocks.LoadJob, first: int, count: int) -> int:
-        """Read *count* chunks from number *first* on into host memory, and from there."""
+        """Read *count* chunks from index *first* into host memory, then into the pages."""
         layouts: dict[int, KVLayout] = {}
 
         def target(number: int, layout: KVLayout) -> AnyTensors:
@@ -383,7 +383,7 @@ class DeviceSide:
         return read
 
     def _up(self, job: blocks.LoadJob, first: int, layouts: Sequence[KVLayout]) -> None:
-        """Bring chunks from host memory into the pages, and wait for that."""
+        """Copy chunks from host memory into the pages, and wait for that."""
         reader, size = self.reader, self.reader.frame_bytes
         try:
             for number in range(len(layouts)):
@@ -401,10 +401,10 @@ class DeviceSide:
                 move = partial(reader.kernels.move, reader.ring, frames, paged, to_pages=True)
                 reader.work.launch(move)
         finally:
-            reader.wait()  # after an error too: what was queued until then still writes
+            reader.wait()  # after an error, too: queued work still writes
 
     def close(self) -> None:
-        """Let go of memory: nothing is loaded or stored any more."""
+        """Release memory: no load or store may follow."""
         self._down.record().synchronize()
         client = self._connector.client
         if isinstance(client, CudaClient):
@@ -416,7 +416,7 @@ class DeviceSide:
 
 
 def _runs(layouts: Sequence[KVLayout]) -> Iterator[tuple[int, int]]:
-    """Yield the first and the stop of each run of chunks of one layout."""
+    """Yield the start and stop of each run of chunks of one layout."""
     starts = [at for at in range(len(layouts)) if not at or layouts[at] != layouts[at - 1]]
     yield from zip(starts, [*starts[1:], len(layouts)], strict=True)
 
@@ -427,7 +427,7 @@ def _rank_layout(model: Model, shard: Shard | None, tokens: int, *, has_windows:
 
 
 def _blank_header(layout: KVLayout) -> FrameHeader:
-    """Return a header that says where the segments of a raw frame of *layout* lie."""
+    """Return a header with the segment positions of a raw frame of *layout*."""
     key = ChunkKey(bytes(32))
     template = FrameTemplate(key, ROOT, bytes(16), bytes(32), layout)
     return raw_header(template)

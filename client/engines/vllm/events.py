@@ -1,7 +1,7 @@
-"""What the store holds of an engine's prompts, published as vLLM does of its own cache: KV events.
+"""KV events: publishes what the store holds of an engine's prompts, as vLLM does of its cache.
 
-Routers (llm-d, NVIDIA Dynamo) learn from them which prefixes an engine has at hand. Works on
-vLLM's Request by its fields; vLLM's classes come in by parameter.
+Routers (llm-d, NVIDIA Dynamo) use them to find which prefixes an engine has. Reads vLLM's Request
+by its fields; vLLM's classes are passed in.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ from kvstore.proto.types import ChainDigest
 
 MEDIUM = "STORAGE"
 _WHERE = {"medium": MEDIUM, "locality": "REMOTE", "ownership": "kvstore"}
-"""What events say of where the blocks are: the store is a tier behind the engine's own."""
+"""The location in events: the store is a tier behind the engine's own."""
 MAX_PENDING_CHUNKS = 4096
-"""Chunks on their way to the store; none is published of further ones."""
+"""Chunks being stored whose events are kept; beyond that the oldest are not published."""
 MAX_PUBLISHED_CHUNKS = 32_768
-"""Chunks whose events were published; of more, the oldest are published as removed."""
+"""Chunks published as stored; beyond that the oldest are published as removed."""
 MAX_EVENTS = 65_536
-"""Events that wait for the engine's next step; of further chunks none is made."""
+"""Events queued for the engine's next step; chunks beyond that are not published."""
 Event: TypeAlias = Any
-"""One of vLLM's."""
+"""A KV event of vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
 class EventMaker:
-    """vLLM's classes of events, and how it writes hashes and extra keys.
+    """vLLM's event classes, and its encoding of hashes and extra keys.
 
-    ``hashes`` returns the hashes of a request's blocks of the engine's size, ``extra_keys`` what
-    else names its block between two tokens. ``groups``: the KV cache groups that keep every block
-    of a chunk, each with its kind of cache.
+    ``hashes`` returns the hashes of a request's blocks of the engine's size, ``extra_keys`` the
+    extra keys of its block between two tokens. ``groups``: the KV cache groups that keep every
+    block of a chunk, each with its kind of cache.
     """
 
     stored: Callable[..., Event]
@@ -46,7 +46,7 @@ class EventMaker:
 
 @dataclass(slots=True)
 class _Pending:
-    """A chunk that some ranks have still to store."""
+    """A chunk that some ranks have yet to store."""
 
     events: list[Event]
     hashes: list[Any]
@@ -54,7 +54,7 @@ class _Pending:
 
 
 class KVEvents:
-    """The events of one engine of so many *ranks*. For the scheduler's thread."""
+    """The events of one engine of *ranks* ranks. For the scheduler's thread."""
 
     def __init__(self, make: EventMaker, chunk_tokens: int, ranks: int) -> None:
         self._make = make
@@ -65,13 +65,13 @@ class KVEvents:
         self._events: list[Event] = []
 
     def ordered(self, request: Any, chunks: Sequence[ChunkName]) -> None:
-        """Take note of chunks of *request* that are about to be stored."""
+        """Record chunks of *request* that are about to be stored."""
         make, size, hashes = self._make, self._make.block_tokens, self._make.hashes(request)
         lora = getattr(request, "lora_request", None)
         for chunk in chunks:
             start, stop = chunk.position, chunk.position + self._chunk_tokens
             if stop // size > len(hashes) or chunk.digest in self._published:
-                continue  # tokens that vLLM has not hashed yet have no names to publish
+                continue  # tokens that vLLM has not hashed cannot be published
             named = list(hashes[start // size : stop // size])
             extra = [make.extra_keys(request, at, at + size) for at in range(start, stop, size)]
             events = [
@@ -95,7 +95,7 @@ class KVEvents:
             self._pending[chunk.digest] = _Pending(events, named, self._ranks)
 
     def stored(self, ranks: Mapping[ChainDigest, int]) -> None:
-        """Publish chunks; *ranks*: how many more have stored each since the last call."""
+        """Publish chunks; *ranks*: how many ranks stored each since the last call."""
         for digest, count in ranks.items():
             chunk = self._pending.get(digest)
             if chunk is None:
@@ -111,7 +111,7 @@ class KVEvents:
                     self.lost([next(iter(self._published))])
 
     def lost(self, digests: Sequence[ChainDigest]) -> None:
-        """Publish that chunks are not in the store any more, which were published as stored."""
+        """Publish that chunks published as stored are no longer in the store."""
         for digest in digests:
             if (hashes := self._published.pop(digest, None)) is not None:
                 self._events += [
@@ -120,11 +120,11 @@ class KVEvents:
                 ]
 
     def reset(self) -> None:
-        """Publish that this engine loads nothing of what it stored before."""
+        """Publish all chunks as removed: the engine will not load them again."""
         self._pending.clear()
         self.lost(list(self._published))
 
     def take(self) -> list[Event]:
-        """Return what is to be published, in order, since the last call."""
+        """Return the events to publish since the last call, in order."""
         events, self._events = self._events, []
         return events

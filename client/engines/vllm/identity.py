@@ -1,6 +1,6 @@
-"""The identity of a vLLM engine's KV: what makes it interchangeable, and what is refused by name.
+"""The identity under which a vLLM engine's KV is interchangeable, and its refusals.
 
-Works on vLLM's VllmConfig and KVCacheConfig by their fields, without importing vLLM.
+Reads vLLM's VllmConfig and KVCacheConfig by their fields, without importing vLLM.
 """
 
 from __future__ import annotations
@@ -30,15 +30,15 @@ _TERMS = {
         *("video_pruning_rate", "video_pruning_method"),
     ),
 }
-"""Settings of VllmConfig that KV depends on; a hash of an image does not say how it is prepared."""
+"""Settings of VllmConfig that KV depends on; an image's hash does not cover its preprocessing."""
 
 
 def model_of(config: Any, shape: KVCacheShape, model_revision: str = "") -> Model:
-    """Return what makes the KV of the model interchangeable with other KV: the same for all ranks.
+    """Return the identity under which the model's KV is interchangeable: the same for all ranks.
 
-    Without a *model_revision* that is a commit or a digest it is the commit the model was
-    downloaded at, or a digest of the weights in its folder, which reads all of them once. Raises
-    ModelError for what has no name.
+    Unless *model_revision* is a commit or a digest, the revision is the downloaded commit or a
+    digest of the folder's weights, which reads all of them once. Raises ModelError for weights
+    without a name.
     """
     model = config.model_config
     groups = tuple(group.layer_group for group in shape.groups)
@@ -53,7 +53,7 @@ def model_of(config: Any, shape: KVCacheShape, model_revision: str = "") -> Mode
         commit = getattr(model.hf_config, "_commit_hash", None)
         weights = identity.weights_of(model.model, model_revision, str(commit or ""))
     elif identity.is_exact(model_revision):
-        # What is in the folder is not what runs: somebody else brings the weights.
+        # The folder's weights do not run: they are supplied otherwise.
         weights = identity.Weights(identity.short_name(model.model), model_revision)
     else:
         fix = "give model_revision in kv_connector_extra_config: a commit or a digest"
@@ -62,7 +62,7 @@ def model_of(config: Any, shape: KVCacheShape, model_revision: str = "") -> Mode
 
 
 def _settings(config: Any) -> dict[str, str]:
-    """Return the settings that KV depends on, beside weights and shapes, and that somebody gave."""
+    """Return the given settings that KV depends on, beside weights and shapes."""
     model = config.model_config
     parts = {
         "model_config": model,
@@ -77,7 +77,7 @@ def _settings(config: Any) -> dict[str, str]:
         given = {f"{part}.{name}": getattr(parts[part], name, None) for name in names}
         if part in ("model_config", "load_config"):
             found |= identity.stated(given)
-        else:  # a setting that is off may be another than that of an engine without such a part
+        else:  # a setting that is off may differ from an engine without such a part
             found |= {name: identity.in_words(value) for name, value in given.items()}
     return found
 
@@ -100,7 +100,7 @@ _FP8_CACHE = {
     "fp8_e4m3": DType.float8_e4m3fn,
     "fp8_e5m2": DType.float8_e5m2,
 }
-"""Scaled by tensor, with scales that come with the weights, so that what names these names both."""
+"""Scaled per tensor, by scales in the weights, so that the weights' name covers both."""
 _UNSHARDED = ("decode_context_parallel_size", "prefill_context_parallel_size")
 _SCALED_BY_TENSOR = ("NONE", "FP8_PER_TENSOR")
 _KINDS = {
@@ -112,8 +112,8 @@ _KINDS = {
 
 @dataclass(frozen=True, slots=True)
 class LayerRef:
-    """A layer that keeps KV: vLLM's name of it, its number in the model, and which of a
-    request's block tables is its."""
+    """A layer that keeps KV: vLLM's name, its number in the model, the index of its block table in
+    a request's."""
 
     name: str
     number: int
@@ -124,8 +124,8 @@ class LayerRef:
 class LayerGroupShape:
     """Layers that keep KV of one kind and shape; ``kv_heads`` are those of one rank.
 
-    ``window_tokens`` are those of whole blocks, and one: a block that is only partly loaded
-    would be taken for a whole one by vLLM's own cache.
+    ``window_tokens`` is the window rounded up to whole blocks, plus one: vLLM's own cache would
+    take a partly loaded block for a whole one.
     """
 
     kind: LayerKind
@@ -135,9 +135,9 @@ class LayerGroupShape:
     window_tokens: int
     layers: tuple[LayerRef, ...]
     model_kv_heads: int = 0
-    """Those of all ranks; 0: the same."""
+    """Heads of all ranks; 0: as ``kv_heads``."""
     model_layers: int = 0
-    """Layers of all pipeline stages, which are all alike; 0: there is one stage."""
+    """Layers of all pipeline stages, all alike; 0: one stage."""
 
     @cached_property
     def tables(self) -> tuple[int, ...]:
@@ -146,7 +146,7 @@ class LayerGroupShape:
 
     @property
     def layer_group(self) -> LayerGroup:
-        """The same of the whole model, as part of a Model."""
+        """The group of the whole model, as in its Model."""
         numbers = tuple(range(self.model_layers)) or tuple(layer.number for layer in self.layers)
         heads = self.model_kv_heads or self.kv_heads
         return LayerGroup(self.kind, self.dtype, numbers, heads, self.head_dim, self.window_tokens)
@@ -154,7 +154,7 @@ class LayerGroupShape:
 
 @dataclass(frozen=True, slots=True)
 class KVCacheShape:
-    """What one of the ``ranks`` of a stage keeps, in groups in the order of the Model's."""
+    """What one of a stage's ``ranks`` keeps, in groups in the Model's order."""
 
     groups: tuple[LayerGroupShape, ...]
     block_tokens: int
@@ -163,44 +163,44 @@ class KVCacheShape:
     quantization: str = "none"
     """Of the KV, as in the Model."""
     continues: bool = True
-    """Whether a prefill can go on from a prefix; else all but a prompt's last token has to be."""
+    """Whether a prefill can continue from a prefix; else only all but the last token is a hit."""
 
     @property
     def own_layers(self) -> tuple[int, int] | None:
-        """The span of the model's layers that this stage has; None: all."""
+        """The range of the model's layers in this stage; None: all."""
         numbers = [layer.number for group in self.groups for layer in group.layers]
         return None if self.stages == 1 else (min(numbers), max(numbers) + 1)
 
     @property
     def tables(self) -> int:
-        """How many block tables a request has: vLLM's KV cache groups."""
+        """The number of a request's block tables: vLLM's KV cache groups."""
         return 1 + max((table for group in self.groups for table in group.tables), default=0)
 
     @property
     def has_ends(self) -> bool:
-        """Whether layers keep something of a prefix's end only, so that half of one is none."""
+        """Whether some layers keep only a prefix's end, so that a partial prefix is useless."""
         return any(group.kind in END_KINDS for group in self.groups)
 
     @property
     def all_or_nothing(self) -> bool:
-        """Whether vLLM has to compute all of a prompt of which a part could not be loaded."""
+        """Whether vLLM has to recompute a whole prompt after a partial load."""
         return self.has_ends or self.tables > 1
 
     @property
     def has_ends_only(self) -> bool:
-        """Whether all layers do."""
+        """Whether all layers keep only a prefix's end."""
         return all(group.kind in END_KINDS for group in self.groups)
 
     def kept_blocks(self, group: LayerGroupShape, chunk_blocks: int) -> int:
-        """Return how many of a chunk's *chunk_blocks* blocks, the last ones, *group* keeps."""
+        """Return how many of a chunk's *chunk_blocks* blocks *group* keeps: the last ones."""
         if group.kind is not LayerKind.window:
             return chunk_blocks
         return min(chunk_blocks, (group.window_tokens - 1) // self.block_tokens)
 
 
 def shape_of(config: Any, cache: Any) -> KVCacheShape:
-    """Return the shape of what the engine of vLLM's VllmConfig *config* keeps in its KVCacheConfig
-    *cache*. Raises ModelError naming what cannot be stored."""
+    """Return the shape of the KV of an engine with VllmConfig *config* and KVCacheConfig *cache*.
+    Raises ModelError for KV that cannot be stored."""
     model, parallel = config.model_config, config.parallel_config
     if model.is_encoder_decoder:
         raise ModelError("is_encoder_decoder", True, "cross-attention is not stored")
@@ -231,7 +231,7 @@ def shape_of(config: Any, cache: Any) -> KVCacheShape:
     if ranks > 1:
         total = int(model.get_total_num_kv_heads())
         groups = tuple(_of_all_ranks(group, total, ranks) for group in groups)
-    # vLLM's latent attention on CPUs prefills from nothing only, and says so by this setting.
+    # vLLM's latent attention on CPUs cannot prefill from a prefix, and clears this setting.
     is_latent = any(group.kind is LayerKind.mla for group in groups)
     continues = not is_latent or bool(config.scheduler_config.enable_chunked_prefill)
     quantization = "none" if fp8 is None else fp8.name
@@ -239,8 +239,8 @@ def shape_of(config: Any, cache: Any) -> KVCacheShape:
 
 
 def _of_all_stages(groups: Sequence[LayerGroupShape], layers: int, stages: int) -> LayerGroupShape:
-    """Return the one group of a stage, as one of the model's *layers*: all have to be alike, as no
-    stage knows what the others keep."""
+    """Return a stage's only group, extended to the model's *layers*: all must be alike, because a
+    stage does not know what the others keep."""
     group = groups[0]
     is_alike = len(groups) == 1 and group.kind not in END_KINDS
     if not is_alike or group.layers[-1].number >= layers:
@@ -250,9 +250,9 @@ def _of_all_stages(groups: Sequence[LayerGroupShape], layers: int, stages: int) 
 
 
 def _of_all_ranks(group: LayerGroupShape, total: int, ranks: int) -> LayerGroupShape:
-    """Return *group* with the model's KV heads, of which the ranks have equal shares or copies."""
+    """Return *group* with the model's KV heads, which ranks share equally or replicate."""
     if group.kind is LayerKind.mla:
-        return group  # a latent is every rank's
+        return group  # every rank has the latents
     is_even = not (total % ranks and ranks % total)
     if not is_even or group.kv_heads != max(1, total // ranks):
         fix = f"a rank of {ranks} has {max(1, total // ranks)} of the model's {total}"
@@ -261,8 +261,8 @@ def _of_all_ranks(group: LayerGroupShape, total: int, ranks: int) -> LayerGroupS
 
 
 def _groups(cache: Any, fp8: DType | None) -> tuple[LayerGroupShape, ...]:
-    """Return groups of all layers of a kind and shape, by their first layers' numbers; pages of
-    bytes have *fp8*."""
+    """Return the layers grouped by kind and shape, ordered by first layer; byte pages have dtype
+    *fp8*."""
     layers: list[tuple[LayerRef, LayerGroupShape]] = []
     for table, group in enumerate(cache.kv_cache_groups):
         spec = group.kv_cache_spec
@@ -270,8 +270,8 @@ def _groups(cache: Any, fp8: DType | None) -> tuple[LayerGroupShape, ...]:
         if fp8 is not None and dtype.item_bytes == 1:
             dtype = fp8
         if kind is LayerKind.window:
-            # What a prefix's last token sees, itself among it: of a prompt that is stored to its
-            # end vLLM computes that token once more.
+            # The window of a prefix's last token, including itself: vLLM recomputes that token of
+            # a prompt that is stored to its end.
             size = int(spec.block_size)
             window = -(-int(spec.sliding_window) // size) * size + 1
         alike = LayerGroupShape(kind, dtype, spec.num_kv_heads, spec.head_size, window, ())

@@ -1,5 +1,5 @@
-"""What is stored of a prompt, found out in a thread while the engine goes on, and how its chunks
-are named: by its tokens, and everything else its KV depends on.
+"""Looks up a prompt's stored chunks in a thread beside the engine, and names its chunks by its
+tokens and everything else its KV depends on.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from kvstore.proto.keys import chain_digest, content_digest, page_hash, tokens_l
 from kvstore.proto.types import DIGEST_BYTES, ROOT, ChainDigest
 
 MAX_LOSSY_BLOCKS = 131_072
-"""Blocks that are known by vLLM's hashes of them; once there were more, any may be lossy."""
+"""Lossy blocks tracked by vLLM's hashes; beyond the limit any block counts as lossy."""
 MAX_LOOKUP_CHUNKS = 4096
-"""What is looked up of one prompt: as many as a server takes in one question."""
+"""Chunks looked up per prompt: the most that a server accepts in one request."""
 MAX_WAITING_LOOKUPS = 1024
-"""Prompts that wait to be looked up; a further one is a miss."""
+"""Queued lookups; beyond the limit a prompt is a miss."""
 WAITERS = 8
-"""Prompts that are looked up at the same time where a lookup waits for other engines."""
+"""Concurrent lookups, if lookups wait for other engines."""
 MAX_ADAPTERS = 4096
 """LoRA adapters of one engine whose requests are stored."""
 
 
 class LookupResult(NamedTuple):
-    """How many of a prompt's first chunks to load, and how many are stored: computing the others
-    may be sooner."""
+    """How many leading chunks of a prompt to load, and how many are stored: computing the others
+    may be faster."""
 
     ready: int = 0
     found: int = 0
@@ -44,11 +44,11 @@ NOTHING = LookupResult()
 
 @dataclass(frozen=True, slots=True)
 class CacheIdentity:
-    """What names the KV of a request beside its tokens.
+    """What identifies the KV of a request beside its tokens.
 
-    ``first`` enters the first chunk and with it the whole chain. ``features``: images and the like,
-    each its hash and its first token and the one after its last; one enters the chunks that it
-    reaches into. ``is_sglangs``: there is neither, and chunks are named as SGLang names pages.
+    ``first`` enters the first chunk and with it the whole chain. ``features``: multimodal inputs,
+    each its hash, its first token and the one after its last; one enters the chunks that it
+    overlaps. ``is_sglangs``: there is neither, and chunks are named as SGLang names pages.
     """
 
     first: tuple[bytes, ...] = ()
@@ -56,7 +56,7 @@ class CacheIdentity:
     is_sglangs: bool = False
 
     def within(self, start: int, stop: int) -> list[bytes]:
-        """Return what enters the chunk of tokens *start* to *stop*."""
+        """Return the extra keys of the chunk of tokens *start* to *stop*."""
         named = [
             b"mm:%d:%d:%b" % (begin, end, name)
             for name, begin, end in self.features
@@ -66,17 +66,17 @@ class CacheIdentity:
 
 
 class RequestHasher:
-    """Identities of the requests of one engine. For one thread, which may wait for files."""
+    """Computes identities of one engine's requests. For one thread, which may wait for files."""
 
     def __init__(self, *, sglang_names: bool = False) -> None:
         self._sglang_names = sglang_names
-        # What each adapter was when it was first seen: its files' marks, and its digest.
+        # Each adapter's file marks and digest when first seen.
         self._adapters: dict[tuple[int, str], tuple[list[tuple[str, int, int]], bytes]] = {}
 
     def identity(self, request: Any, epoch: bytes) -> CacheIdentity:
         """Return the identity of vLLM's *request*. Raises ModelError if it has none.
 
-        *epoch* separates what was computed before the engine's caches were reset.
+        *epoch* separates KV computed before the engine's caches were reset.
         """
         if getattr(request, "prompt_embeds", None) is not None:
             raise ModelError("prompt_embeds", "given", "such prompts are not stored")
@@ -99,7 +99,7 @@ class RequestHasher:
         return CacheIdentity(tuple(first), tuple(features), is_plain and self._sglang_names)
 
     def _adapter(self, lora: Any) -> bytes:
-        """Return the digest of an adapter, which the engine may have loaded long ago."""
+        """Return the digest of an adapter, which the engine may have loaded earlier."""
         if lora.load_inplace:
             raise ModelError("load_inplace", True, "use another lora_int_id")
         files = adapter_files(lora.lora_path)
@@ -111,7 +111,7 @@ class RequestHasher:
             self._adapters[named] = (marks, files_digest(files))
         first_marks, digest = self._adapters[named]
         if marks != first_marks:
-            # Nobody can tell whether the engine has the old weights or the new ones.
+            # The engine may have the old weights or the new ones.
             raise ModelError("lora_path", lora.lora_path, "its files have changed")
         return digest
 
@@ -126,7 +126,7 @@ class ChunkChain:
         self._page = b""
 
     def extend(self, tokens: Sequence[int], count: int) -> None:
-        """Name the first *count* chunks of *tokens*, which begin with those named before."""
+        """Name the first *count* chunks of *tokens*, which extend the tokens named before."""
         size = self._chunk_tokens
         for number in range(len(self.chunks), count):
             start = number * size
@@ -148,11 +148,11 @@ class ChunkChain:
 
 @dataclass(slots=True, eq=False)
 class PendingLookup:
-    """A prompt that is being looked up.
+    """The lookup of one prompt.
 
-    ``result`` is None until there is one. ``chain`` names its chunks once it is there; ``refusal``
-    says why they have no names. Written by the worker's thread, ``result`` last. ``is_over`` is
-    written by the engine's: nobody wants to know any more.
+    ``result`` is None until the lookup ends. ``chain`` names the chunks once set; ``refusal`` is
+    why they have no names. The lookup thread writes them, ``result`` last. The engine's thread
+    sets ``is_over`` when the result is no longer needed.
     """
 
     began_s: float
@@ -163,21 +163,21 @@ class PendingLookup:
 
     @property
     def found(self) -> int:
-        """How many of its first chunks are stored, as far as is known."""
+        """How many leading chunks are known to be stored."""
         return (self.result or NOTHING).found
 
     @property
     def digests(self) -> list[ChainDigest]:
-        """The digests of its chunks, as far as they are named."""
+        """The digests of the chunks named so far."""
         return [] if self.chain is None else self.chain.digests
 
 
 class LookupWorker:
-    """Looks up what is stored of prompts, and announces what is not. For the engine's thread.
+    """Looks up prompts' stored chunks, and announces missing ones. For the engine's thread.
 
-    After a failure the next lookups find nothing at once, and after ``retry_after_ms`` one of them,
-    already over, is what the store is tried with again. The first is of no digests at all: it opens
-    a session before a request needs one. What is announced of lookups that are over is taken back.
+    After a failure lookups miss at once; after ``retry_after_ms`` one of them, already answered,
+    tries the store again. The first lookup has no digests: it opens a session before a request
+    needs one. Announcements of lookups that are over are withdrawn.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class LookupWorker:
         clock: Callable[[], float] = time.monotonic,
         threads: int | None = None,
     ) -> None:
-        """Without *threads* nothing is looked up; None: as many as the *role* needs."""
+        """*threads* 0: no lookups; None: as many as the *role* needs."""
         self._connector = connector
         self._role = role
         self._has_ends = has_ends
@@ -206,22 +206,22 @@ class LookupWorker:
 
     @property
     def is_down(self) -> bool:
-        """Whether the store failed when it was last tried."""
+        """Whether the last attempt to reach the store failed."""
         return self._failed_s is not None
 
     def note_down(self) -> None:
-        """Take note that the store failed, as somebody else found out."""
+        """Record a failure of the store detected elsewhere."""
         self._failed_s = self._clock()
 
     def submit(self, tokens: Sequence[int], identify: Callable[[], CacheIdentity]) -> PendingLookup:
-        """Have *tokens* looked up; *identify* says what else names them, and may wait for files."""
+        """Queue a lookup of *tokens*; *identify* returns their identity, and may read files."""
         lookup = PendingLookup(self._clock())
         if not self._do(partial(self._answer, lookup, tokens, identify), lookup):
             lookup.refusal, lookup.result = "queue", NOTHING
         return lookup
 
     def take_back(self, digests: Sequence[ChainDigest]) -> None:
-        """Have what was announced of *digests* taken back; where too much waits, time does it."""
+        """Withdraw announcements of *digests*; if the queue is full they expire."""
         if self._role.handover_ms and digests and not self.is_down:
             self._do(partial(self._announce, digests, 0.0))
 
@@ -234,7 +234,7 @@ class LookupWorker:
         return True
 
     def _end(self, lookup: PendingLookup | None, _: Future[object]) -> None:
-        """Count off what was done, or was cancelled; a lookup that has no result is a miss."""
+        """Count down finished or cancelled work; a lookup without a result is a miss."""
         with self._answers:
             if lookup is not None:
                 lookup.result = lookup.result or NOTHING
@@ -242,14 +242,14 @@ class LookupWorker:
             self._answers.notify_all()
 
     def wait(self, lookup: PendingLookup, within_s: float) -> None:
-        """Wait until *lookup* is over. For who has nothing to do."""
+        """Wait until *lookup* has a result, at most *within_s*. For an idle engine."""
         with self._answers:
             self._answers.wait_for(lambda: lookup.result is not None, within_s)
 
     def _answer(
         self, lookup: PendingLookup, tokens: Sequence[int], identify: Callable[[], CacheIdentity]
     ) -> None:
-        # A store that failed is tried again, with whatever there is.
+        # A failed store is retried even with a lookup that is over.
         if lookup.is_over and not self.is_down:
             return
         try:
@@ -259,14 +259,14 @@ class LookupWorker:
             lookup.refusal = error.field
         except OSError:  # the files of an adapter
             lookup.refusal = "lora_path"
-        except (*INCOMPATIBLE, KVStoreError):  # what a user sent may not end the thread
+        except (*INCOMPATIBLE, KVStoreError):  # user input must not end the thread
             lookup.refusal = "error"
         else:
             lookup.chain = chain
         if not lookup.digests:
             return
         if self._failed_s is not None:
-            lookup.result = NOTHING  # nobody waits for what the store is tried with
+            lookup.result = NOTHING  # no request waits for the retry
             if self._clock() - self._failed_s < self._retry_s:
                 return
         result = self._look(lookup.digests)
@@ -290,26 +290,26 @@ class LookupWorker:
         wait_s = self._role.wait_ms / 1000
         match = self._connector.client.lookup(keys=keys, accuracy=least, wait=wait_s)
         worth = self._connector.worth_loading(match, len(keys) * self._chunk_tokens)
-        # A prefix of windows can be gone on from at its end only.
+        # With windows a prefix can be continued only from its end.
         is_useless = self._has_ends and worth < match.ready
         return LookupResult(0 if is_useless else worth, match.ready)
 
     def _announce(self, digests: Sequence[ChainDigest], within_s: float) -> None:
-        """Announce chunks to who looks them up, for so long; for no time: take that back."""
+        """Announce chunks to other lookups for *within_s*; 0: withdraw the announcement."""
         if self._role.handover_ms:
             ask, client = self._connector.ask, self._connector.client
             ask(lambda: client.announce_puts(self._connector.keys_of(digests), within=within_s), 0)
 
     def close(self) -> None:
-        """Do nothing any more; what is under way is bounded by the client's deadline."""
+        """Stop the threads; the client's deadline bounds lookups in progress."""
         self._threads.close()
 
 
 class LossyBlocks:
     """The hashes of blocks that were loaded lossy. For the scheduler's thread.
 
-    None is forgotten: vLLM does not report that it gave a block up. Once one was not remembered,
-    as there are too many or it has no hash, ``is_over`` is true: from then on every block that a
+    None is removed: vLLM does not report a block's eviction. Once one cannot be recorded, because
+    there are too many or it has no hash, ``is_over`` is true: from then on every block that a
     request finds in vLLM's own cache counts as lossy.
     """
 
@@ -319,7 +319,7 @@ class LossyBlocks:
         self.is_over = False
 
     def note(self, request: Any, start: int, stop: int) -> None:
-        """Take note that tokens *start* to *stop* of *request* were loaded lossy."""
+        """Record that tokens *start* to *stop* of *request* were loaded lossy."""
         first, last = start // self._block_tokens, -(-stop // self._block_tokens)
         found = self._hashes_of(request)[first:last]
         more = self._hashes.union(found)
@@ -328,7 +328,7 @@ class LossyBlocks:
             self._hashes = more
 
     def exact_tokens(self, request: Any, tokens: int) -> int:
-        """Return how many of the first *tokens*, found in vLLM's own cache, are exact."""
+        """Return how many of the leading *tokens*, found in vLLM's own cache, are exact."""
         if self.is_over:
             return 0
         if not self._hashes:
@@ -338,7 +338,7 @@ class LossyBlocks:
         return min(tokens, next(lossy, len(found)) * self._block_tokens)
 
     def _hashes_of(self, request: Any) -> Sequence[Any]:
-        """Return the hashes of the whole blocks of *request*; nothing where they are of others."""
+        """Return the hashes of *request*'s whole blocks; () if they are of smaller blocks."""
         hashes: Sequence[Any] = getattr(request, "block_hashes", ())
         is_of_blocks = len(hashes) <= request.num_tokens // self._block_tokens
         return hashes if is_of_blocks else ()

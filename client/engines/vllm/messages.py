@@ -1,7 +1,6 @@
-"""What a user sets of the vLLM connector, and what its scheduler's half and the workers' half send
-each other.
+"""Settings of the vLLM connector, and the messages between its scheduler side and worker side.
 
-Works on vLLM's objects by their fields, without importing vLLM.
+Reads vLLM's objects by their fields, without importing vLLM.
 """
 
 from __future__ import annotations
@@ -20,19 +19,19 @@ from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, Hints
 from kvstore.proto.types import DEFAULT_CHUNK_TOKENS, ChainDigest
 
 INCOMPATIBLE = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
-"""What objects of another release, or of a user, raise that are not what they are taken for."""
+"""Errors from unexpected objects of another vLLM release or a user."""
 BlockTables: TypeAlias = Sequence[Sequence[int]]
-"""The blocks of a request in each of vLLM's KV cache groups, from its first token on."""
+"""The blocks of a request in each of vLLM's KV cache groups, in token order."""
 
 
 @dataclass(frozen=True, slots=True)
 class LoadSpec:
     """Read *digests*, consecutive chunks of a request, into its blocks.
 
-    ``tables``: in each block table of the request, the blocks of all these chunks, in order; 0
-    where it has none. The first ``kept_blocks`` hold what the engine found in its own cache, and
-    may be in use: they are not written to. ``all_or_nothing``: some of the chunks are of no use.
-    ``terms``: of a request with a deadline, counted from here on.
+    ``tables``: the blocks of these chunks in each block table, in order; 0 where there is none.
+    The first ``kept_blocks`` were in the engine's own cache and may be in use: they are not
+    written. ``all_or_nothing``: a partial read is useless. ``terms``: of a request with a
+    deadline, counted from now.
     """
 
     request_id: str
@@ -45,7 +44,7 @@ class LoadSpec:
 
 @dataclass(frozen=True, slots=True)
 class ChunkName:
-    """A chunk as its put names it; ``position`` is its first token's."""
+    """A chunk's names in a put; ``position`` is its first token's."""
 
     digest: ChainDigest
     parent: ChainDigest
@@ -55,7 +54,7 @@ class ChunkName:
 
 @dataclass(frozen=True, slots=True)
 class SaveSpec:
-    """Store consecutive chunks of a request, which are whole once this step is over."""
+    """Store consecutive chunks of a request, which are complete after this step."""
 
     request_id: str
     chunks: tuple[ChunkName, ...]
@@ -65,10 +64,10 @@ class SaveSpec:
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
-    """What the workers have to do in one step. An idle step computes nothing.
+    """The workers' tasks in one step. An idle step computes nothing.
 
-    ``taken_blocks``: those that the engine gave out for this step. What lay in them is written
-    over from its beginning on, by what it computes and by its loads. None: any may be.
+    ``taken_blocks``: blocks allocated for this step, which its compute and loads overwrite from
+    its start. None: any block may be overwritten.
     """
 
     loads: tuple[LoadSpec, ...] = ()
@@ -79,28 +78,28 @@ class StepPlan:
 
 @dataclass(slots=True)
 class WorkerReport:
-    """What the scheduler has to learn from workers."""
+    """The workers' report to the scheduler."""
 
     short_loads: dict[str, int] = field(default_factory=dict)
-    """Requests of which not every chunk was read, and how many were."""
+    """Requests whose load was partial, with the number of chunks read."""
     lossy_loads: dict[str, int] = field(default_factory=dict)
-    """Those of which a chunk came from a lossy copy: the first such chunk's number in the load."""
+    """Requests with lossy chunks, with the index of the first one in the load."""
     gated_loads: set[str] = field(default_factory=set)
-    """Those of ``short_loads`` of which a chunk has lossy copies only that may not be used."""
+    """Those of ``short_loads`` that have a chunk with only lossy copies behind a shut gate."""
     stored: Counter[ChainDigest] = field(default_factory=Counter)
-    """Chunks in the store now, and by how many ranks, where there are KV events."""
+    """Chunks stored, with the number of ranks; filled only if KV events are on."""
     unstored: OrderedDict[ChainDigest, None] = field(default_factory=OrderedDict)
-    """Chunks that were to be stored and will not come, the oldest first."""
+    """Planned chunks that will not be stored, oldest first."""
     refusal: str = ""
-    """Why this engine's pages cannot be stored, if they cannot."""
+    """Why this engine's pages cannot be stored, or ""."""
     is_down: bool = False
-    """Whether a load failed as the server did not answer."""
+    """Whether a load failed because the server did not respond."""
     is_waiting: bool = False
-    """Whether chunks wait in their pages for the next step, which may be an idle one."""
+    """Whether chunks wait in their pages for the next step, which may be idle."""
 
     def joined(self, other: WorkerReport) -> WorkerReport:
-        """Return what two ranks report together: a chunk is read when every rank has read it, and
-        lossy when any has read it so."""
+        """Return the report of two ranks together: a chunk is read if every rank read it, lossy if
+        any read it lossy."""
 
         def lower(one: Mapping[str, int], other: Mapping[str, int]) -> dict[str, int]:
             return {**one, **{id_: min(count, one.get(id_, count)) for id_, count in other.items()}}
@@ -118,17 +117,17 @@ class WorkerReport:
 
 
 class FollowedTables:
-    """The block tables of running requests, for releases of vLLM whose steps have none."""
+    """The block tables of running requests, for vLLM releases whose steps do not have them."""
 
     def __init__(self) -> None:
         self._tables: dict[str, list[list[int]]] = {}
 
     def of(self, request_id: str) -> BlockTables:
-        """Return those of a request; empty ones of one that has none."""
+        """Return the tables of a request, or ()."""
         return self._tables.get(request_id, ())
 
     def follow(self, output: Any) -> None:
-        """Take in the step of vLLM's SchedulerOutput *output*."""
+        """Apply the step of vLLM's SchedulerOutput *output*."""
         for request_id in output.finished_req_ids:
             self._tables.pop(request_id, None)
         for one in output.scheduled_new_reqs:
@@ -145,11 +144,11 @@ class FollowedTables:
 def taken_blocks(
     output: Any, loads: Sequence[LoadSpec], block_tokens: int
 ) -> frozenset[int] | None:
-    """Return the blocks that vLLM gave out for the step of its SchedulerOutput *output*; None where
-    another release does not say.
+    """Return the blocks allocated in the step of vLLM's SchedulerOutput *output*; None if this
+    release does not state them.
 
-    Those that a new request found in vLLM's own cache are not among them. Others that a request
-    shares are, which costs a copy that could have waited.
+    Blocks that a new request found in vLLM's own cache are excluded. Other shared blocks are
+    included, which costs a copy that could have waited.
     """
     tables: list[BlockTables] = [spec.tables for spec in loads]
     try:
@@ -173,7 +172,7 @@ MAX_TOKEN_US = 10_000_000
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What an engine does with the store. Times are those of VllmSettings."""
+    """An engine's use of the store. Times as in VllmSettings."""
 
     loads: bool = True
     stores: bool = True
@@ -181,7 +180,7 @@ class Role:
     wait_ms: int = 0
     first_token_ms: int = 0
     steps_ahead: int = 0
-    """How many steps vLLM schedules before the result of the one that runs is there."""
+    """Steps that vLLM schedules before the running one's result is available."""
 
 
 BOTH = Role()
@@ -190,10 +189,10 @@ BOTH = Role()
 
 @dataclass(frozen=True, slots=True)
 class VllmSettings(EngineSettings):
-    """``kv_connector_extra_config`` of one engine; docs/vllm.md says what each is.
+    """``kv_connector_extra_config`` of one engine; see docs/vllm.md.
 
     ``chunk_tokens`` 0: the least multiple of the engine's block from 256 on. ``first_token_ms`` 0:
-    no deadline. ``prefill_token_us`` 0: it is learned. A token is no setting: engines print those.
+    no deadline. ``prefill_token_us`` 0: measured. A token is no setting: engines log settings.
     """
 
     chunk_tokens: int = 0
@@ -222,7 +221,7 @@ class VllmSettings(EngineSettings):
 
     @classmethod
     def of(cls, extra: Mapping[str, Any]) -> VllmSettings:
-        """Return the settings in *extra*. Raises InvalidRequestError for what is no setting."""
+        """Return the settings in *extra*. Raises InvalidRequestError for unknown ones."""
         known = [field.name for field in fields(cls)]
         for name in extra.keys() - {*known}:
             fix = f"kv_connector_extra_config has {', '.join(known)}"
@@ -230,7 +229,7 @@ class VllmSettings(EngineSettings):
         return cls(**extra)
 
     def chunk_tokens_for(self, block_tokens: int) -> int:
-        """Return the tokens of a chunk. Raises InvalidRequestError for ones that fill no blocks."""
+        """Return a chunk's tokens. Raises InvalidRequestError unless it is whole blocks."""
         chosen = self.chunk_tokens or -(-DEFAULT_CHUNK_TOKENS // block_tokens) * block_tokens
         if chosen % block_tokens:
             fix = f"give a multiple of the block size, {block_tokens}"
@@ -238,20 +237,20 @@ class VllmSettings(EngineSettings):
         return chosen
 
     def accuracy_for(self, shape: KVCacheShape, device_type: str) -> str:
-        """Return which copies an engine loads whose pages are on devices of *device_type*.
+        """Return the accuracy of loads into pages on devices of *device_type*.
 
-        Exact ones only into pages on a device, and of models that keep windows or have several
-        block tables: which of vLLM's cached blocks are lossy is known of one table alone.
+        It is exact for pages on a device and for models with windows or several block tables:
+        lossy blocks in vLLM's own cache are tracked for one table only.
         """
         return "exact" if shape.all_or_nothing or device_type != "cpu" else self.accuracy
 
     @property
     def prefill(self) -> PrefillModel | None:
-        """What the engine takes to compute, if that is stated and not learned."""
+        """The engine's prefill speed, if stated; None: measured."""
         return PrefillModel(0.0, self.prefill_token_us / 1e6) if self.prefill_token_us else None
 
     def client_options(self, chunk_tokens: int, name: str, *, is_lookup: bool) -> ClientOptions:
-        """Return the options of a client that looks up, or of one that loads and stores."""
+        """Return the options of a client for lookups, or for loads and stores."""
         return self.options(
             chunk_tokens,
             deadline_ms=self.lookup_deadline_ms if is_lookup else self.deadline_ms,
@@ -263,9 +262,9 @@ class VllmSettings(EngineSettings):
 
 @dataclass(frozen=True, slots=True)
 class FlopsModel:
-    """About what a prefill computes: so much a token, and so much more for each one before it.
+    """A prefill's approximate cost: per token, plus per token and preceding token.
 
-    It goes with what is stored: the policy keeps what is dear to compute.
+    It is sent with each chunk: the eviction policy keeps expensive ones.
     """
 
     token_flops: float = 0.0
@@ -273,10 +272,10 @@ class FlopsModel:
 
     @classmethod
     def of(cls, config: Any) -> FlopsModel:
-        """Return that of a transformers *config* of a text model; 0 if it says too little.
+        """Return the cost for a transformers *config* of a text model; 0 if it is incomplete.
 
-        Two operations a weight (Kaplan et al., Scaling Laws for Neural Language Models, 2020,
-        section 2.1), of a mixture of experts those that one token meets, without embeddings.
+        Two operations per weight (Kaplan et al., Scaling Laws for Neural Language Models, 2020,
+        section 2.1), for a mixture of experts per active weight, without embeddings.
         """
 
         def number(name: str, otherwise: float = 0.0) -> float:
@@ -303,12 +302,12 @@ class FlopsModel:
 
 
 def stated_of(request: Any, usual_ms: int) -> tuple[Hints, int]:
-    """Return the hints of vLLM's *request*, and when it is to have its first token, in milliseconds
-    from its arrival on; 0: no matter.
+    """Return the hints of vLLM's *request*, and the deadline of its first token, in milliseconds
+    from its arrival; 0: none.
 
     Users state them as ``{"kvstore": {"reuse": 2, "category": "chat", "first_token_ms": 500}}`` in
-    ``kv_transfer_params``; *usual_ms* is of those that state no time. Raises InvalidRequestError
-    for what is none of it.
+    ``kv_transfer_params``; *usual_ms* is the default deadline. Raises InvalidRequestError for
+    invalid ones.
     """
     params = getattr(request, "kv_transfer_params", None)
     stated = params.get("kvstore") if isinstance(params, Mapping) else None

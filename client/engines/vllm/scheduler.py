@@ -1,8 +1,7 @@
-"""The scheduler's half of the vLLM connector: what to load, what to store, and no request held up.
+"""The scheduler side of the vLLM connector: plans loads and stores without delaying requests.
 
-What is stored of a prompt is looked up by a thread from the moment the request arrives; until it
-knows, vLLM comes back. Works on vLLM's Request and SchedulerOutput by their fields, without
-importing vLLM.
+A thread looks up a prompt from the moment its request arrives; vLLM retries until there is a
+result. Reads vLLM's Request and SchedulerOutput by their fields, without importing vLLM.
 """
 
 from __future__ import annotations
@@ -34,21 +33,21 @@ from kvstore.proto.plans import Hints
 from kvstore.proto.types import ChainDigest
 
 TOGETHER_S = 0.01
-"""What an engine that computes nothing waits for answers before it begins a step: requests that
-came together and are computed in two steps cost those that are done first a whole step more."""
+"""How long an idle engine waits for lookups before a step: if requests that arrive together are
+computed in two steps, the first ones take a whole step longer."""
 LATE_S = 0.005
-"""What an answer may take beyond the deadline of its lookup before it is taken for a miss."""
+"""How long past its deadline a lookup may take before it is a miss."""
 RECENT_S = 10.0
-"""Requests that share a prefix and come together: one of them stores it."""
+"""Of requests that share a prefix within this time, one stores it."""
 MAX_RECENT_CHUNKS = 16384
-"""Chunks of which that is remembered."""
+"""Limit of chunks tracked for that."""
 NO_LIMIT = 1 << 62
 """More tokens than any request has."""
 
 
 @dataclass(slots=True)
 class RequestTracker:
-    """A request: its lookup, its load, and how far it is stored."""
+    """A request: its lookup, its load, and its stored prefix."""
 
     request: Any
     lookup: PendingLookup
@@ -56,26 +55,26 @@ class RequestTracker:
     hints: Hints
     deadline: Deadline | None
     computed_tokens: int = 0
-    """What the engine had of it in its own cache when it last came for a load."""
+    """Tokens in the engine's own cache at the last ``matched_tokens``."""
     is_counted: bool = False
     is_loaded: bool = False
     is_looked_at: bool = False
-    """Whether those tokens were looked at that it found in the engine's own cache."""
+    """Whether its tokens in the engine's own cache were checked for lossy blocks."""
     load: messages.LoadSpec | None = None
-    """Goes with the next plan."""
+    """To be sent with the next plan."""
     first_chunk: int = 0
     stop_token: int = 0
     """Of its last load."""
     stored: int | None = None
-    """Chunks that are stored or on their way."""
+    """Chunks stored or being stored."""
     exact_tokens: int = NO_LIMIT
-    """Its first tokens that no lossy copy is among, as far as is known."""
+    """Its leading tokens that are exact, as far as is known."""
 
 
 class VllmScheduler:
-    """Decides for one engine. For the scheduler's thread.
+    """Plans one engine's loads and stores. For the scheduler's thread.
 
-    *lookups*: of the whole model: a chunk is a hit once every rank has put its part of it.
+    *lookups* is for the whole model: a chunk is a hit once every rank has put its part.
     """
 
     def __init__(
@@ -86,7 +85,7 @@ class VllmScheduler:
         role: messages.Role = messages.BOTH,
         refusal: str = "",
     ) -> None:
-        """With a *refusal* every request is a counted miss, for it, and nothing is looked up."""
+        """With a *refusal* every request is a miss counted under it, and nothing is looked up."""
         options = lookups.client.options
         self._lookups = lookups
         self.chunk_tokens = options.chunk_tokens
@@ -100,7 +99,7 @@ class VllmScheduler:
         self._computing: set[str] = set()
         """Requests of the last step that are not finished."""
         self._patience_s = TOGETHER_S
-        """What the next step may still wait, if there are none."""
+        """How long the next step may still wait for lookups, if there are none."""
         self._lossy = LossyBlocks(shape.block_tokens)
         self._recent: OrderedDict[ChainDigest, float] = OrderedDict()
         self.counted: Counter[str] = Counter()
@@ -109,17 +108,17 @@ class VllmScheduler:
         self._refusal = refusal
         self._is_waiting = False
         self._steps: deque[tuple[int, float]] = deque(maxlen=1 + role.steps_ahead)
-        """Tokens of prompts that each of the last steps computes, and when it was scheduled."""
+        """Prompt tokens of each of the last steps, and when it was scheduled."""
         self.events: KVEvents | None = None
-        """Where KV events go; None if there are none."""
+        """None if KV events are off."""
         self._desk = LookupWorker(
             lookups, role, has_ends=shape.has_ends, threads=0 if refusal else None
         )
 
-    # --- a request's way
+    # --- requests
 
     def on_new_request(self, request: Any) -> None:
-        """Begin to look up *request*."""
+        """Start to look up *request*."""
         if not self._refusal:
             self._track(request)
             return
@@ -133,13 +132,13 @@ class VllmScheduler:
             tracked = RequestTracker(*of, *self._stated_of(request))
             self._tracked[request.request_id] = tracked
         elif tracked.preemptions != request.num_preemptions:
-            # Its blocks are gone; what was stored of it meanwhile may be loaded.
+            # Its blocks are gone; chunks stored since then may be loaded.
             tracked.lookup, tracked.preemptions = self._look_up(request), request.num_preemptions
             tracked.is_loaded = tracked.is_looked_at = False
         return tracked
 
     def _stated_of(self, request: Any) -> tuple[Hints, Deadline | None]:
-        """Return what is stated of a request; what a user stated wrongly may not end the engine."""
+        """Return a request's hints and deadline; invalid ones are counted and ignored."""
         handover_ms, within_ms = self._role.handover_ms, self._role.first_token_ms
         try:
             hints, within_ms = messages.stated_of(request, within_ms)
@@ -151,13 +150,13 @@ class VllmScheduler:
 
     def _look_up(self, request: Any) -> PendingLookup:
         identify = partial(self._hasher.identity, request, self._epoch)
-        # A copy: the request's own list grows, and this one is read by another thread.
+        # A copy: the request's own list grows, and another thread reads this one.
         return self._desk.submit(list(request.all_token_ids), identify)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> int | None:
-        """Return how many tokens past *computed_tokens* can be loaded; None: come back.
+        """Return how many tokens past *computed_tokens* can be loaded; None: not known yet.
 
-        They are loaded beside the engine's work. All tokens of the prompt may be among them.
+        They are loaded beside the engine's work, and may include all tokens of the prompt.
         """
         if self._refusal:
             return 0
@@ -173,14 +172,14 @@ class VllmScheduler:
         result = lookup.result
         if result is None:
             if self._desk.is_down:
-                # The store may be tried again just now: no request waits for that.
+                # No request waits for a retry of the store.
                 return self._counted(tracked, 0, "down")
             if self._clock() - lookup.began_s < self._late_s:
                 return None
             return self._counted(tracked, 0, "late")
         stop = result.ready * self.chunk_tokens
         if self._shape.has_ends and stop >= request.num_tokens:
-            # vLLM computes the last token again, but by then gave up what only its window sees.
+            # vLLM recomputes the last token, but has freed the block only its window covers.
             stop = request.num_tokens - 1
         hit_tokens = max(0, stop - computed_tokens)
         absent = "slow" if result.ready < result.found else "absent"
@@ -190,7 +189,7 @@ class VllmScheduler:
         return self._counted(tracked, hit_tokens, reason)
 
     def _await(self, lookup: PendingLookup) -> None:
-        """Wait for a lookup while there is nothing to compute, a moment for all of a step."""
+        """Wait for a lookup if the engine is idle, briefly for all lookups of a step."""
         if self._computing or self._patience_s <= 0.0 or self._desk.is_down:
             return
         began = self._clock()
@@ -199,7 +198,7 @@ class VllmScheduler:
         self._patience_s -= self._clock() - began if is_over else self._patience_s
 
     def _counted(self, tracked: RequestTracker, hit_tokens: int, reason: str) -> int:
-        """Count the result of a request once: it may come back when there is no room."""
+        """Count a request's result once: vLLM calls again if it has no free blocks."""
         if not tracked.is_counted:
             tracked.is_counted = True
             lookup = tracked.lookup
@@ -214,7 +213,7 @@ class VllmScheduler:
         return hit_tokens
 
     def on_alloc(self, request: Any, loaded_tokens: int, tables: messages.BlockTables) -> None:
-        """Have the next *loaded_tokens* of *request* loaded into the blocks in its *tables*."""
+        """Plan a load of the next *loaded_tokens* of *request* into the blocks in its *tables*."""
         if not loaded_tokens:
             return
         tracked = self._track(request)
@@ -235,14 +234,14 @@ class VllmScheduler:
         )
 
     def finished(self, request: Any) -> None:
-        """Forget *request*, and let nobody wait for what will not be stored of it."""
+        """Drop *request*, and withdraw announcements of chunks it will not store."""
         self._computing.discard(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
             self._give_up(tracked)
 
     def _give_up(self, tracked: RequestTracker) -> None:
-        """Take back what is announced of a request, but for what others have announced, too."""
+        """Withdraw a request's announcements, except chunks that others have announced, too."""
         tracked.lookup.is_over = True
         left = tracked.lookup.digests[tracked.stored or 0 : MAX_LOOKUP_CHUNKS]
         if left and self._role.handover_ms:
@@ -251,11 +250,11 @@ class VllmScheduler:
             self._desk.take_back([digest for digest in left if digest not in others])
 
     def reset(self) -> None:
-        """Never again load what was stored before, as the engine's weights may be others."""
+        """Stop loading earlier chunks: the engine's weights may have changed."""
         self._epoch = os.urandom(EPOCH_BYTES)
         for tracked in self._tracked.values():
             self._give_up(tracked)
-            # What is under way is of both weights: it has no name.
+            # Requests in progress are of both weights: their KV has no name.
             tracked.lookup = PendingLookup(0.0, NOTHING)
         if self.events is not None:
             self.events.reset()
@@ -265,15 +264,15 @@ class VllmScheduler:
     def build_plan(
         self, output: Any, tables_of: Callable[[str], messages.BlockTables]
     ) -> messages.StepPlan:
-        """Return what the workers have to do in the step of vLLM's SchedulerOutput *output*.
+        """Return the workers' plan for the step of vLLM's SchedulerOutput *output*.
 
-        *tables_of* returns the block tables of a request. Of an engine that was refused at birth
-        *output* is not looked at; one whose pages are refused later still fails its loads.
+        *tables_of* returns a request's block tables. *output* is ignored if the engine was refused
+        at startup; if its pages are refused later, its loads are still planned, and fail.
         """
         if self._refusal and not self._tracked:
             return messages.StepPlan()
         for request_id in getattr(output, "preempted_req_ids", None) or ():
-            if request_id in self._tracked:  # announced again once it goes on
+            if request_id in self._tracked:  # announced again once it resumes
                 self._give_up(self._tracked[request_id])
         self._learn_speed(output.num_scheduled_tokens)
         self._computing, self._patience_s = set(output.num_scheduled_tokens), TOGETHER_S
@@ -290,7 +289,7 @@ class VllmScheduler:
         return messages.StepPlan(tuple(loads), tuple(stores), is_idle, taken)
 
     def _learn_speed(self, tokens: Mapping[str, int]) -> None:
-        """Learn from the step before, which took until now, if most of it were prompts."""
+        """Measure prefill speed by the last completed step, if most of its tokens were prompts."""
         now_s, steps = self._clock(), self._steps
         if len(steps) == steps.maxlen and steps[0][0]:
             # A step that was scheduled ahead ran once the next one had been scheduled.
@@ -307,7 +306,7 @@ class VllmScheduler:
         request, size, block = tracked.request, self.chunk_tokens, self._shape.block_tokens
         if not tracked.is_looked_at:
             self._look_at(tracked)
-        # Tokens that are only guessed are not among the request's own.
+        # Excludes speculative tokens, which are not the request's own.
         whole = min(request.num_computed_tokens + tokens, request.num_tokens) // size
         if tracked.stored is not None and whole <= tracked.stored:
             return None  # most steps complete no chunk
@@ -315,7 +314,7 @@ class VllmScheduler:
         if not self._role.stores or self._refusal or self._desk.is_down or chain is None:
             return None
         if tracked.stored is None:
-            # What the lookup did not find is stored, even if this engine had it cached.
+            # Chunks that the lookup did not find are stored, even if this engine had them cached.
             tracked.stored = tracked.lookup.found
         first, tracked.stored = tracked.stored, max(tracked.stored, whole)
         chain.extend(request.all_token_ids, whole)
@@ -334,7 +333,7 @@ class VllmScheduler:
         return messages.SaveSpec(request_id, chunks, tables, tracked.hints)
 
     def _look_at(self, tracked: RequestTracker) -> None:
-        """Take note of what the engine found lossy in its own cache."""
+        """Record the exact tokens that the request found in the engine's own cache."""
         tracked.is_looked_at = True
         request = tracked.request
         held = tracked.computed_tokens if tracked.is_loaded else request.num_computed_tokens
@@ -343,7 +342,7 @@ class VllmScheduler:
             tracked.exact_tokens = min(tracked.exact_tokens, exact)
 
     def _exact_of(self, tracked: RequestTracker, first: int, whole: int) -> int:
-        """Return the stop of those chunks that are not behind a lossy block."""
+        """Return the end of the chunks before the first lossy block."""
         stop = max(first, min(whole, tracked.exact_tokens // self.chunk_tokens))
         if stop < whole:
             self.counted["lossy_unstored_chunks"] += whole - stop
@@ -358,14 +357,14 @@ class VllmScheduler:
             self._recent.popitem(last=False)
 
     def _forget(self, digests: Iterable[ChainDigest]) -> None:
-        """Have chunks that are not there stored by who computes them next."""
+        """Let the next request that computes these missing chunks store them."""
         for digest in digests:
             self._recent.pop(digest, None)
 
     # --- reports
 
     def on_report(self, report: messages.WorkerReport) -> None:
-        """Take in what the workers report."""
+        """Process the workers' report."""
         self._refusal = self._refusal or ("pages" if report.refusal else "")
         self._is_waiting = report.is_waiting
         if report.is_down:
@@ -382,10 +381,10 @@ class VllmScheduler:
                 self.counted["lossy_hit_tokens"] += tracked.stop_token - exact
         for request_id, chunks in report.short_loads.items():
             tracked = self._tracked.get(request_id)
-            # With a deadline it is there, and was slow, unless a gate is shut.
+            # With a deadline the chunk was slow, not lost, unless a gate is shut.
             if tracked and (tracked.deadline is None or request_id in report.gated_loads):
-                # What could not be read is computed now, and stored in its place. One rank may say
-                # so a step after another that read less.
+                # Chunks that could not be read are recomputed and stored again. One rank may report
+                # a step after another that read fewer.
                 read = tracked.first_chunk + chunks
                 tracked.stored = read if tracked.stored is None else min(tracked.stored, read)
                 lost = tracked.lookup.digests[tracked.stored :]
@@ -395,16 +394,16 @@ class VllmScheduler:
 
     @property
     def has_stores_waiting(self) -> bool:
-        """Whether an engine with no request is to step on, for chunks that wait in its pages."""
+        """Whether to run idle steps, for chunks that wait in the engine's pages."""
         return self._is_waiting and not self._desk.is_down
 
     def counts(self) -> dict[str, int]:
-        """Return what was counted since the last call; ``counted`` has all of it."""
+        """Return the counts since the last call; ``counted`` has the totals."""
         new = self.counted - self._reported
         self._reported = self.counted.copy()
         return dict(new)
 
     def close(self) -> None:
-        """End the lookups and the client."""
+        """Stop the lookups and close the client."""
         self._desk.close()
         self._lookups.close()

@@ -1,8 +1,8 @@
-"""The workers' half of the vLLM connector: one object a rank, loads and stores beside the engine.
+"""The worker side of the vLLM connector: one object per rank, loads and stores beside the engine.
 
-Loads go into the engine's pages, by one thread. What is to be stored is copied and sent by
-another. Of pages in CPU memory, what a step is about to overwrite is copied before it; pages on a
-device are read on the engine's own stream before a step's hooks return.
+One thread loads into the engine's pages, another copies and sends chunks to store. Pages in CPU
+memory are copied before a step overwrites them; pages on a device are read on the engine's own
+stream before a step's hooks return.
 """
 
 from __future__ import annotations
@@ -38,28 +38,28 @@ Side: TypeAlias = "blocks.HostSide | DeviceSide"
 Copy: TypeAlias = "blocks.BlockCopy | DeviceCopy"
 
 IDLE_WAIT_S = 0.005
-"""What an idle step waits for a load: it has nothing to compute, and would ask again at once."""
+"""An idle step's wait for a load: it computes nothing, and would poll again at once."""
 BREATH_S = 0.005
-"""What a store waits before it begins: the step that filled its chunks has a token to give out,
-and would share the interpreter with it. Not between the batches of a backlog."""
+"""A store's delay before it begins: the step that filled its chunks still emits a token, and they
+share the interpreter. Not between the batches of a backlog."""
 SHUTDOWN_S = 5.0
-"""What the end of an engine waits for stores that are under way."""
+"""The longest wait for stores in progress at shutdown."""
 MOST_COPIES = 4096
-"""Chunks that wait to be stored, however small they are."""
+"""Limit of chunks that wait to be stored, of any size."""
 MOST_UNSTORED = 4096
-"""Chunks of one message that were not stored; of more, the first are left out."""
+"""Limit of unstored chunks in one report; beyond it the oldest are omitted."""
 DEVICE_RING_BYTES = 1 << 30
-"""Device memory for what steps completed and is on its way to the store: so much, or a 64th."""
+"""Limit of device memory for chunks on their way to the store; also a 64th of the device's."""
 QUIET_S = 0.01
-"""A load that brought nothing for so long is looked after. With what that takes, 20 ms at most, and
-a step of the engine a server that hangs costs less than 50 ms."""
+"""A load without progress for so long is checked for a hung server. With the check, 20 ms at most,
+and one step of the engine, a hung server costs less than 50 ms."""
 AGAIN_S = 0.1
-"""How soon once more, where it was only slow."""
+"""The interval of further checks of a load that is only slow."""
 
 
 @dataclass(eq=False)
 class _Save:
-    """A chunk that the engine has computed, and its copy once one was begun, by ``side``."""
+    """A computed chunk, and its copy once ``side`` has begun one."""
 
     chunk: messages.ChunkName
     tables: messages.BlockTables
@@ -69,19 +69,19 @@ class _Save:
 
     @cached_property
     def blocks(self) -> frozenset[int]:
-        """Its blocks: every step asks every chunk that waits."""
+        """Its blocks, cached: every step checks every waiting chunk."""
         return frozenset[int]().union(*self.tables) - {blocks.NULL_BLOCK}
 
     def lies_in(self, taken: frozenset[int] | None) -> bool:
-        """Whether any of *taken* is its; None: those of every chunk."""
+        """Return whether it has any of the blocks *taken*; None: all blocks."""
         return taken is None or not self.blocks.isdisjoint(taken)
 
 
 class VllmWorker:
-    """Loads and stores for one rank. For the engine's thread; its own threads stay inside.
+    """Loads and stores for one rank. For the engine's thread; it has threads of its own.
 
-    Until ``register`` found out how pages are laid out, and after it could not, or after a
-    ``refuse``, every load is failed at once and nothing is stored.
+    Until ``register`` succeeds, or after a ``refuse``, every load fails at once and nothing is
+    stored.
     """
 
     def __init__(
@@ -91,11 +91,11 @@ class VllmWorker:
         queue_bytes: int,
         device: Device | None = None,
     ) -> None:
-        """*device*: where pages lie; None: where they say."""
+        """*device*: the device of the pages; None: the one they state."""
         self._connector = connector
         self._clock = time.perf_counter
         self._was_short = False
-        """Whether the last load came short. For the thread that loads."""
+        """Whether the last load was partial. For the loading thread."""
         self._shape = shape
         self._chunk_blocks = connector.client.options.chunk_tokens // shape.block_tokens
         self._queue_bytes = queue_bytes
@@ -105,38 +105,38 @@ class VllmWorker:
             DaemonThreads(f"kvstore-{name}") for name in ("load", "store", "watch")
         )
         self._arrived = 0
-        """Grows as something comes of what is being loaded."""
+        """Grows as data of a load arrives."""
         self._waiting: list[_Save] = []
-        """Chunks that no copy was begun of yet. For the engine's thread."""
+        """Chunks whose copy has not begun. For the engine's thread."""
         self._was_waiting = False
-        """Whether the last report said that chunks wait. For the engine's thread."""
+        """Whether the last report had waiting chunks. For the engine's thread."""
         self.cost = messages.FlopsModel()
         self.reports_stores = False
-        """Whether the scheduler is to learn of every chunk that is stored."""
+        """Whether every stored chunk is reported to the scheduler."""
         self.counted: Counter[str] = Counter()
         self._reported: Counter[str] = Counter()
         self._refusal = ""
         self._loading = 0
         self._storing: list[_Save] = []
-        """Copied, or about to be; the first ones are being sent."""
+        """Chunks copied, or about to be; the first ones are being sent."""
         self._done: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
         self._report = messages.WorkerReport()
-        # Guards the nine fields above; its waiters wait for a load to end.
+        # Guards the nine fields above; notified when loads and stores end.
         self._changed = threading.Condition()
 
     def register(
         self, registered: Mapping[str, torch.Tensor], writer: Callable[[str], blocks.BlockWriter]
     ) -> str:
-        """Take the engine's pages; return why they cannot be stored, or nothing."""
+        """Register the engine's pages; return why they cannot be stored, or ""."""
         client = self._connector.client
         if not self._refusal:
             try:
                 self._side = self._side_of(registered, writer)
             except (*messages.INCOMPATIBLE, KVStoreError, OSError) as error:
                 self.refuse(f"{type(error).__name__}: {error}")
-            else:  # a load that has a session notices when the server hangs
+            else:  # a load detects a hung server only within a session
                 opens = partial(self._connector.ask, client.send_counts, None)
                 self._loader.submit(opens)
         return self._refusal
@@ -153,7 +153,7 @@ class VllmWorker:
         return DeviceSide(on_device, self._connector, DEVICE_RING_BYTES, self._device)
 
     def drop_pages(self) -> bool:
-        """Let go of the engine's pages, until others come; return whether there were any."""
+        """Release the engine's pages until others are registered; return whether there were any."""
         side, self._side = self._side, None
         self._give_up([one.chunk for one in self._waiting], "gone_chunks")
         self._waiting = []
@@ -162,7 +162,7 @@ class VllmWorker:
         return side is not None
 
     def refuse(self, reason: str) -> None:
-        """Neither load nor store from now on; report it to the scheduler and the server."""
+        """Stop loads and stores, and report *reason* to the scheduler and the server."""
         self._refusal = reason
         self._connector.report_refusal(reason)
 
@@ -173,7 +173,7 @@ class VllmWorker:
     # --- loads
 
     def _watch(self, load: Future[None]) -> None:
-        """Have *load* ended from a server that hangs, long before its deadline."""
+        """Abort *load* if the server hangs, long before its deadline."""
         client = self._connector.client
 
         def watch() -> None:
@@ -191,7 +191,7 @@ class VllmWorker:
         self._arrived += 1
 
     def load(self, plan: messages.StepPlan) -> None:
-        """Begin the loads of a step."""
+        """Start the loads of a step."""
         if not plan.loads:
             return
         side = self._usable
@@ -204,17 +204,17 @@ class VllmWorker:
             self._watch(load)
 
     def _fail_cancelled(self, spec: messages.LoadSpec, load: Future[None]) -> None:
-        """End a load that ``close`` left undone: without pages it brings nothing."""
+        """End a load that ``close`` cancelled: without pages it reads nothing."""
         if load.cancelled():
             self._load(spec, self._clock(), None)
 
     def _load(self, spec: messages.LoadSpec, ordered_s: float, after: Event | None) -> None:
         began, side, client = self._clock(), self._usable, self._connector.client
-        # Loads that fail one after another would have those behind them wait for each.
+        # After a failed load, skip those that waited past their deadline.
         within_s = client.options.deadline_ms / 1000
         is_late = self._was_short and began - ordered_s > within_s
         terms, wanted = spec.terms, len(spec.digests)
-        if terms is not None:  # loads before it took some of its time
+        if terms is not None:  # earlier loads used some of its time
             left_s = max(terms.deadline_s - (began - ordered_s), LEAST_LEFT_S)
             terms = replace(terms, deadline_s=left_s)
         job = blocks.LoadJob(
@@ -238,7 +238,7 @@ class VllmWorker:
             self._changed.notify_all()
 
     def _note_loaded(self, spec: messages.LoadSpec, job: blocks.LoadJob) -> None:
-        """Report and count what came of a load. Called with the lock."""
+        """Report and count the result of a load. Called with the lock."""
         report, id_, wanted, read = self._report, spec.request_id, len(spec.digests), job.read
         exact = exact_count(job.stated[:read]) if job.stated else read
         gated = max(0, len(job.stated) - read)
@@ -264,10 +264,10 @@ class VllmWorker:
         return [[table[at * size : (at + 1) * size] for table in tables] for at in range(chunks)]
 
     def finished_loads(self, *, is_idle: bool) -> set[str]:
-        """Return requests whose loads ended since the last call, well or not.
+        """Return requests whose loads ended since the last call, successful or not.
 
-        An *is_idle* step waits a moment for one. It has no hook for stores, and copies here what
-        waits in its pages: on the engine's stream, as they are.
+        An *is_idle* step waits briefly for one. It has no hook for stores, so chunks waiting in
+        the pages are copied here, on the engine's stream.
         """
         side = self._usable
         if is_idle and side is not None:
@@ -279,13 +279,13 @@ class VllmWorker:
         return done
 
     def failed_blocks(self) -> set[int]:
-        """Return the blocks that the loads ended since the last call left without KV."""
+        """Return the blocks left without KV by loads that ended since the last call."""
         with self._changed:
             failed, self._failed_blocks = self._failed_blocks, set()
         return failed
 
     def failed_loads(self) -> set[str]:
-        """Return the requests of which vLLM has to compute all, where blocks are not enough."""
+        """Return the requests that vLLM has to recompute as a whole, not by blocks."""
         with self._changed:
             failed, self._failed_loads = self._failed_loads, set()
         return failed
@@ -293,7 +293,7 @@ class VllmWorker:
     # --- stores
 
     def save_before_overwrite(self, plan: messages.StepPlan) -> None:
-        """Copy what is still to be stored of blocks that the step is about to write to."""
+        """Copy chunks still to be stored from blocks that the step is about to overwrite."""
         taken = plan.taken_blocks
         if lost := [one for one in self._waiting if one.lies_in(taken)]:
             self._waiting = [one for one in self._waiting if not one.lies_in(taken)]
@@ -307,7 +307,7 @@ class VllmWorker:
                 self._connector.ask(one.copy.run, None)
 
     def store(self, plan: messages.StepPlan) -> None:
-        """Have what the step completed copied and sent, as far as there is room for it."""
+        """Copy and send the step's completed chunks, as far as limits allow."""
         side = self._usable
         for spec in plan.stores:
             if side is None:
@@ -318,7 +318,7 @@ class VllmWorker:
             self._begin_copies(side)
 
     def _line_up(self, side: Side, spec: messages.SaveSpec) -> None:
-        """Have chunks wait, the first ones: later ones are of no use without them."""
+        """Queue the leading chunks that fit: later ones are useless without them."""
         most = MOST_COPIES
         if not side.waits_in_pages:
             most = min(most, max(1, self._queue_bytes // side.chunk_bytes))
@@ -329,14 +329,14 @@ class VllmWorker:
         self._waiting += [_Save(chunk, tables, spec.hints, side) for chunk, tables in pairs]
 
     def _begin_copies(self, side: Side) -> None:
-        """Copy what waits, as much of it as there is room for. Within a hook alone."""
+        """Copy as many waiting chunks as fit. Only within a hook."""
         waiting, self._waiting = self._waiting, []
         if not waiting:
             return
         chunks = [one.tables for one in waiting]
         nothing: Sequence[Copy] | None = None
         copies = self._connector.ask(lambda: side.copies(chunks), nothing)
-        if copies is None:  # it will not be there for the next step either
+        if copies is None:  # they would fail in the next step, too
             self._give_up([one.chunk for one in waiting], "dropped_chunks")
             return
         begun, self._waiting = waiting[: len(copies)], waiting[len(copies) :]
@@ -348,14 +348,14 @@ class VllmWorker:
             self._storer.submit(self._send_all)
 
     def _give_up(self, chunks: Sequence[messages.ChunkName], count: str = "") -> None:
-        """Report chunks that will not come, and count them by the name *count*, if it has one."""
+        """Report chunks that will not be stored; count them under *count* if given."""
         with self._changed:
             self._note_unstored(chunks)
             if count:
                 self.counted[count] += len(chunks)
 
     def _send_all(self) -> None:
-        if self._storing:  # else it went with what was before it
+        if self._storing:  # else an earlier call sent them
             time.sleep(BREATH_S)
         while batch := self._next_batch():
             try:
@@ -366,7 +366,7 @@ class VllmWorker:
                     self._changed.notify_all()
 
     def _next_batch(self) -> list[_Save]:
-        """Return what is put together: chunks of one side with the same hints, up to a limit."""
+        """Return the next chunks to put together: of one side and hints, up to a limit."""
         with self._changed:
             if not self._storing:
                 return []
@@ -400,14 +400,14 @@ class VllmWorker:
             self.counted["gone_chunks"] += len(rest) - len(sent)
 
     def _note_unstored(self, chunks: Sequence[messages.ChunkName]) -> None:
-        """Put chunks that will not come into the next report. Called with the lock."""
+        """Add chunks that will not be stored to the next report. Called with the lock."""
         unstored = self._report.unstored
         unstored.update(dict.fromkeys(chunk.digest for chunk in chunks))
         while len(unstored) > MOST_UNSTORED:
             unstored.popitem(last=False)
 
     def _chunk(self, named: messages.ChunkName, staged: blocks.Staged | None = None) -> Chunk:
-        """Return a chunk to put; without its tensors where nothing is *staged*."""
+        """Return a chunk to put; without tensors unless it is *staged*."""
         client = self._connector.client
         tokens = client.options.chunk_tokens
         has_windows = staged is None or staged.has_windows
@@ -422,14 +422,14 @@ class VllmWorker:
         )
 
     def settled(self, within_s: float) -> bool:
-        """Wait until nothing is being loaded or stored; return whether that is so."""
+        """Wait until no load or store is in progress; return False on timeout."""
         with self._changed:
             return self._changed.wait_for(lambda: not self._loading and not self._storing, within_s)
 
     # --- reports
 
     def report(self) -> messages.WorkerReport | None:
-        """Return what the scheduler has to learn, if anything happened since the last call."""
+        """Return the report since the last call; None if there is nothing to report."""
         is_waiting = bool(self._waiting) and self._usable is not None
         was_waiting, self._was_waiting = self._was_waiting, is_waiting
         with self._changed:
@@ -438,14 +438,14 @@ class VllmWorker:
         return report if was_waiting or report != messages.WorkerReport() else None
 
     def counts(self) -> dict[str, int]:
-        """Return what was counted since the last call; ``counted`` has all of it."""
+        """Return the counts since the last call; ``counted`` has the totals."""
         with self._changed:
             new = self.counted - self._reported
             self._reported = self.counted.copy()
         return dict(new)
 
     def close(self) -> None:
-        """End the threads, once they are through with what they have, and the client."""
+        """Finish work in progress, within SHUTDOWN_S, then stop the threads and the client."""
         is_over = self.settled(SHUTDOWN_S)
         side, self._side = self._side, None
         for threads in (self._loader, self._storer, self._watcher):
