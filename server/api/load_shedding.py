@@ -4,7 +4,8 @@ A server that takes all that comes answers everything too late. Here each kind o
 queue of its own with a limit; beyond it calls are refused at once (RESOURCE_EXHAUSTED), writes by a
 thread that does nothing else, so that reads find room. No call is taken while reads wait too long,
 few or many: a limit in calls is seconds of long ones. What waited past its deadline is not begun.
-A StallGuard ends calls whose messages do not come: gRPC would wait for them without end.
+A StallGuard ends calls whose messages do not come, or whose answers are not taken: gRPC would wait
+for either without end.
 After M. Welsh and D. Culler, "Adaptive Overload Control for Busy Internet Servers", USITS 2003.
 """
 
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -43,7 +45,7 @@ WRITES_PER_WORKER = 2
 LEAST_LEFT_S = 0.001
 """A call with less time left when its turn comes is not begun."""
 STALL_S = 15.0
-"""What any message may take to come."""
+"""What any message may take to come, or to be taken."""
 GRACE_S = 3.0
 """A call that has waited less is not ended to make room: its message is on the way."""
 LATE_S = 0.2
@@ -53,7 +55,8 @@ T = TypeVar("T")
 
 
 class StallGuard:
-    """Waits for messages in the thread of their call; at most *most* wait beyond ``GRACE_S``.
+    """Waits for messages in the thread of their call, and for readers of its answer; at most *most*
+    wait beyond ``GRACE_S``.
 
     ``tick`` is called a few times a second. Thread-safe; *clock* returns monotonic seconds.
     """
@@ -68,19 +71,30 @@ class StallGuard:
     def each(self, messages: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
         """Yield the messages of a call."""
         while True:
-            with self._lock:
-                self._waiting[context] = self._clock()
-            try:
+            with self._wait(context):
                 message = next(messages, None)
-            finally:
-                with self._lock:
-                    self._waiting.pop(context, None)
             if message is None:
                 return
             yield message
 
+    def taken(self, answers: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
+        """Yield the answers of a call, each of which its reader takes before the next."""
+        for answer in answers:
+            with self._wait(context):
+                yield answer
+
+    @contextmanager
+    def _wait(self, context: grpc.ServicerContext) -> Iterator[None]:
+        with self._lock:
+            self._waiting[context] = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.pop(context, None)
+
     def tick(self) -> int:
-        """End the calls that were waited for too long; return how many."""
+        """End the calls that waited for too long; return how many."""
         now = self._clock()
         ended: list[Any] = []
         with self._lock:
@@ -99,7 +113,8 @@ class StallGuard:
 class BoundedExecutor(futures.ThreadPoolExecutor):
     """Threads that answer one kind of call, and the calls that wait for them.
 
-    A quarter of them at most wait for long in ``stall_guard``, for the messages of their calls.
+    A quarter of them at most wait for long in ``stall_guard``, for messages of callers or for these
+    to take answers.
     *clock* gives monotonic seconds.
     """
 
@@ -200,7 +215,7 @@ class LoadShedder(ServerInterceptor):
             pool.shutdown(wait=False)
 
     def tick(self) -> None:
-        """End the calls whose messages do not come."""
+        """End the calls whose messages do not come, or are not taken."""
         for executor in self._executors:
             self._counters.add("stalled_calls", executor.stall_guard.tick())
 
@@ -225,7 +240,7 @@ class LoadShedder(ServerInterceptor):
         executor = self._writes if name in WRITES else self.reads
         if name == "Events":
             executor = self._events
-        answers, guard = self._calls.around(handler, method), executor.stall_guard
+        guard = executor.stall_guard
 
         def receive(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
             left_s = context.time_remaining()
@@ -238,12 +253,12 @@ class LoadShedder(ServerInterceptor):
                 raise InvalidRequestError("message", None, "send one with the call")
             return message
 
-        received = guarded(receive, method)
+        answers = self._calls.around(handler, method, receive)
 
         def answer(requests: Any, context: grpc.ServicerContext) -> Any:
-            found = answers(received(requests, context), context)
+            found = answers(requests, context)
             if handler.response_streaming:
-                return found
+                return guard.taken(found, context)
             (only,) = found
             return only
 
