@@ -6,7 +6,7 @@ Nobody's use of a chunk is counted by it.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -104,8 +104,8 @@ class CatalogQueries:
 
     def page(
         self, space: Namespace, after: bytes = b"", prefix: bytes = b"", limit: int = 0
-    ) -> list[ChunkDetails]:
-        """Return the chunks of a namespace in the order of their digests, *limit* at most unless 0.
+    ) -> Iterator[ChunkDetails]:
+        """Yield the chunks of a namespace in the order of their digests, *limit* at most unless 0.
 
         Those behind the digest *after* whose digests begin with *prefix*. Chunks that come or go
         meanwhile may be left out.
@@ -114,7 +114,7 @@ class CatalogQueries:
         if after:
             keys = [key for key in keys if key[DIGEST_BYTES:] > after]
         found = (held for held in map(self.details, keys) if held is not None)
-        return list(islice(found, limit or None))
+        return islice(found, limit or None)
 
     def keys_from(self, start: bytes) -> list[ChunkKey]:
         """Return the keys of the chunks here that begin with *start*, in order."""
