@@ -1,6 +1,6 @@
 """The kvstore command, as ``kvstore`` or ``python -m kvstore.cli``.
 
-The commands' own modules register them when they are imported here.
+Importing the commands' modules registers them.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ MODULES = (auth, bench, calibrate, chunks, demo, doctor, explain, server, trace)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
-    """Run the command in *argv*, or of this process. Ends in SystemExit."""
+    """Run the command in *argv*, by default this process's arguments. Raises SystemExit."""
     try:
         app.root(args=None if argv is None else list(argv), prog_name="kvstore")
     except (InvalidRequestError, ModelError, UnknownCodecError, OSError) as error:

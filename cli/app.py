@@ -1,6 +1,7 @@
-"""The frame of the command line: commands, connection options, calls, and what is printed.
+"""The framework of the command line: commands, connection options, calls, and output.
 
-Heavy imports wait until a command needs them: gRPC and rich take longer than most commands run.
+Heavy imports are deferred until a command needs them: gRPC and rich import slower than most
+commands run.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from kvstore.proto.errors import (
     printable,
 )
 
-if TYPE_CHECKING:  # help is to load none of the product
+if TYPE_CHECKING:  # keeps --help fast
     from rich.console import Console, ConsoleOptions, RenderResult
 
     from kvstore.client.client import Client
@@ -56,7 +57,7 @@ DEFAULT_PORT = 7420
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 DEADLINE_MS = 2000
 ANSWER_S = 0.5
-"""What a server has to say that it is there, once it was late."""
+"""How long a late server has to respond to a probe."""
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., None])
 
@@ -79,7 +80,7 @@ def _parameter(name: str, hint: Any, default: Any = None) -> Parameter:
 
 
 def _options(prefix: str = "") -> list[Parameter]:
-    """Return the connection options; with *prefix* the environment has a say too."""
+    """Return the connection options; with *prefix*, also from environment variables."""
 
     def option(name: str, text: str, metavar: str = "FILE", has_env: bool = False) -> Parameter:
         env = f"{prefix}{name.upper()}" if prefix and has_env else None
@@ -102,7 +103,7 @@ _OPTIONS = _options()
 _ARGUMENT = Argument(metavar="[ADDRESS]", help="The same as --address.")
 _WHERE = _parameter("where", Annotated[str | None, _ARGUMENT])
 _given: ContextVar[Mapping[str, Any]] = ContextVar("given")
-"""Connection options: those before the command, overridden by those behind it."""
+"""Connection options: those before the command, overridden by those after it."""
 
 
 def _remember(values: Mapping[str, Any]) -> None:
@@ -130,7 +131,7 @@ def server_address() -> str:
 
 
 def given_access() -> Access:
-    """Return the access that the options name. Raises InvalidRequestError."""
+    """Return the access by the given options. Raises InvalidRequestError."""
     from kvstore.client.options import OPEN, Access
 
     given = {name: value for name, value in _given.get({}).items() if name != "address"}
@@ -140,7 +141,7 @@ def given_access() -> Access:
 
 @contextmanager
 def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connection]:
-    """Open a connection to *address*. Raises KVStoreErrors; of no answer in one sentence."""
+    """Open a connection to *address*. Raises KVStoreErrors; for no response, one sentence."""
     from kvstore.client.connection import Connection, is_gone
 
     access = given_access()
@@ -149,10 +150,10 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
         yield connection
     except (TierUnavailableError, DeadlineError) as error:
         if isinstance(error, DeadlineError) and connection.answers(ANSWER_S):
-            raise  # it was too slow with this one thing
+            raise  # only this call was too slow
         if isinstance(error, TierUnavailableError) and not is_gone(error):
-            raise  # it answers: one of its tiers does not
-        reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of all it tried
+            raise  # the server responds, one of its tiers does not
+        reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of its attempts
         if "Socket closed" in reason and not access.tls:
             reason += "; where the server speaks TLS, give --ca or --tls"
         raise KVStoreError(f"no kvstore-server answers at {address}: {reason}") from None
@@ -161,7 +162,7 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
 
 
 def client_of(address: str, model: Model, deadline_ms: int, **options: Any) -> Client:
-    """Return a client of *model* with the access that the options name; close it."""
+    """Return a client of *model* with the given access, which the caller closes."""
     from kvstore.client.client import Client
     from kvstore.client.options import ClientOptions
 
@@ -181,7 +182,7 @@ def ask(
 
 
 def call(address: str, method: str, deadline_ms: int = DEADLINE_MS, /, **fields: Any) -> Any:
-    """Do what ``ask`` does, of the server at *address*."""
+    """Like ``ask``, over a new connection to *address*."""
     with connected(address, deadline_ms) as connection:
         return ask(connection, method, deadline_ms, **fields)
 
@@ -203,7 +204,7 @@ def path(text: str) -> Any:
 
 
 def chosen(text: str, names: Sequence[str]) -> Any:
-    """Return an option that is some of *names*, with commas between them."""
+    """Return an option that is a comma-separated list of *names*."""
     text = f"{text}: {', '.join(names)}, with commas."
     return Option(metavar="NAMES", help=text, autocompletion=completes(*names))
 
@@ -223,7 +224,7 @@ def _parse_size(text: str | int) -> int:
 
 
 def completes(*names: str) -> Callable[[str], list[str]]:
-    """Return what completes the last of several *names* with commas between them."""
+    """Return a completion of the last of comma-separated *names*."""
 
     def complete(incomplete: str) -> list[str]:
         start, comma, last = incomplete.rpartition(",")
@@ -256,11 +257,11 @@ REMOVED = {
     "trace replay --requests": "kvstore trace replay without it, which plays the whole trace",
     "trace replay --speed": "kvstore trace replay without it",
 }
-"""Commands and options that are gone, and what to type instead."""
+"""Removed commands and options, and their replacements."""
 
 
 class Commands(TyperGroup):
-    """Lists commands by section, and names what replaces those that were removed."""
+    """Lists commands by section, and names the replacements of removed ones."""
 
     @override
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
@@ -278,7 +279,7 @@ class Commands(TyperGroup):
             found = super().invoke(ctx)
             sys.stdout.flush()
             return found
-        except BrokenPipeError:  # the reader closed the pipe: as if SIGPIPE had ended it
+        except BrokenPipeError:  # the reader closed the pipe: exit as on SIGPIPE
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
             raise SystemExit(EXIT_PIPE) from None
 
@@ -295,7 +296,7 @@ class Commands(TyperGroup):
 
 
 def _typer(**settings: Any) -> typer.Typer:
-    """Return a group. Plain help and tracebacks: rich takes longer to import than most runs."""
+    """Return a group. Plain help and tracebacks: rich imports slower than most commands run."""
     plain: dict[str, Any] = {"pretty_exceptions_enable": False, "rich_markup_mode": None}
     return typer.Typer(cls=Commands, no_args_is_help=True, **plain, **settings)
 
@@ -308,7 +309,7 @@ _groups = {"": root}
 
 
 def group(name: str, section: str, text: str) -> None:
-    """Register a group of commands, which follow as ``name command``."""
+    """Register a group of commands, called as ``name command``."""
     _groups[name] = _typer(help=text)
     root.add_typer(_groups[name], name=name, rich_help_panel=section)
 
@@ -322,11 +323,11 @@ def command(
     where: bool = False,
     as_server: bool = False,
 ) -> Callable[[Command], Command]:
-    """Register a function as the command *path*, one word or a group's and its own.
+    """Register a function as the command *path*: its name, or its group's name and its own.
 
-    *example* is what may follow it, *exits* are its exit codes. A function with a parameter
-    ``address`` takes the connection options, *where* the address as an argument too, *as_server*
-    the flags of kvstore-server.
+    *example* has arguments for the help, *exits* are its exit codes. A function with a parameter
+    ``address`` takes the connection options, with *where* the address as an argument, too, with
+    *as_server* the flags of kvstore-server.
     """
     codes = "\n".join(f"  {code}  {CODES[int(code)]}" for code in exits.split())
     shown = f"kvstore {path} {example}".rstrip()
@@ -390,7 +391,7 @@ def _root(**values: Any) -> None:
 root.callback()(_takes(_root, _ROOT))
 
 
-# --- what is printed: JSON, or text that no terminal obeys, in plain columns that are not cut
+# --- output: JSON, or text without control characters, in plain columns that are not truncated
 
 _GAP = "  "
 _MIN_WRAPPED = 12
@@ -398,12 +399,12 @@ _MIN_WRAPPED = 12
 
 
 def open_console() -> Console:
-    """Return the console of standard output: what is printed is neither cut nor read as markup."""
+    """Return the console of standard output, which neither truncates nor interprets markup."""
     from rich.console import Console
     from rich.text import Text
 
     class Plain(Console):
-        """Takes every text as it is: no control characters reach the terminal."""
+        """Prints text literally: no control characters reach the terminal."""
 
         @override
         def render_str(self, text: str, **options: Any) -> Text:
@@ -417,9 +418,9 @@ def open_console() -> Console:
 
 
 class Grid:
-    """Rows below *headings*. On a terminal that is too narrow the last *wraps* columns wrap.
+    """Rows below *headings*. On a narrow terminal the last *wraps* columns wrap.
 
-    Where that would break a word, each row becomes lines of ``heading: value``.
+    If that would break a word, each row becomes lines of ``heading: value``.
     """
 
     def __init__(
@@ -432,11 +433,11 @@ class Grid:
         self._wraps = wraps
 
     def __bool__(self) -> bool:
-        """Whether there is a row."""
+        """Return whether there are rows."""
         return bool(self._rows)
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render for *console*: as lines as long as they are, where it is no terminal."""
+        """Render for *console*; without a terminal, lines of any length."""
         from rich.cells import cell_len, set_cell_size
         from rich.table import Column, Table
         from rich.text import Text
@@ -473,7 +474,7 @@ class Grid:
 def show(data: object, text: Iterable[str | Grid], as_json: bool, *, held: bool = True) -> None:
     """Print *data* as JSON, or else the lines and tables of *text*.
 
-    Ends the command with 1 unless what it was to find out *held*.
+    Exits with 1 unless the command's check *held*.
     """
     if as_json:
         print(json.dumps(data, indent=2))
@@ -488,8 +489,8 @@ def show(data: object, text: Iterable[str | Grid], as_json: bool, *, held: bool 
 def as_dict(found: Any) -> dict[str, Any]:
     """Return the fields of a dataclass or a protobuf message for JSON.
 
-    Bytes become hexadecimal digits, enumerations their names, parts that are not set null. What
-    each message says of its server is left out.
+    Bytes become hexadecimal digits, enumerations their names, unset fields null. The ``server``
+    field of each message is omitted.
     """
     if is_dataclass(found):
         names = [field.name for field in fields(found)]
@@ -516,7 +517,7 @@ def _as_json(value: Any) -> Any:
 
 
 def readable_size(size_bytes: float) -> str:
-    """Return *size_bytes* to one decimal in the unit that suits it."""
+    """Return *size_bytes* to one decimal in a suitable unit."""
     for shift, unit in ((40, "TiB"), (30, "GiB"), (20, "MiB"), (10, "KiB")):
         if size_bytes >= 1 << shift:
             return f"{size_bytes / (1 << shift):.1f} {unit}"
@@ -524,7 +525,7 @@ def readable_size(size_bytes: float) -> str:
 
 
 def readable_time(seconds: float) -> str:
-    """Return *seconds* in the unit that suits them."""
+    """Return *seconds* in a suitable unit."""
     for unit, size in (("d", 86_400), ("h", 3600), ("min", 60)):
         if seconds >= size:
             return f"{seconds / size:.1f} {unit}"
@@ -534,14 +535,14 @@ def readable_time(seconds: float) -> str:
 # --- progress of long work, on standard error
 
 Report = Callable[[int, int], None]
-"""Called with how many are done, of how many."""
+"""Called with the number done and the total."""
 LOG_EVERY_S = 10.0
-"""Between two lines of progress where there is no terminal."""
+"""Interval of progress lines without a terminal."""
 
 
 @contextmanager
 def progress(what: str, clock: Callable[[], float] = time.monotonic) -> Iterator[Report]:
-    """Yield what shows how far *what* is: a bar on a terminal, else a line now and then."""
+    """Yield a function that shows the progress of *what*: a bar on a terminal, else lines."""
     if not sys.stderr.isatty():
         last_s = clock()
 
@@ -562,7 +563,7 @@ def progress(what: str, clock: Callable[[], float] = time.monotonic) -> Iterator
 
 
 def followed(items: Sequence[T], what: str) -> Iterator[T]:
-    """Yield *items*, and show how many of them are done."""
+    """Yield *items*, and show progress."""
     with progress(what) as report:
         for number, item in enumerate(items):
             report(number, len(items))

@@ -1,4 +1,4 @@
-"""`kvstore token`, `keys`, `quota` and `audit`: who may call, what is encrypted, who takes what."""
+"""`kvstore token`, `keys`, `quota` and `audit`: API keys, encryption keys, quotas, audit log."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from kvstore.cli import app
 from kvstore.cli.chunks import EVERY_TENANT, MIN_DIGITS, only_one
 from kvstore.proto.errors import InvalidRequestError
 
-if TYPE_CHECKING:  # help is to load none of the product
+if TYPE_CHECKING:  # keeps --help fast
     from kvstore.server.security.key_files import ApiKey, EncryptionKey
 
 app.group("token", "Administer", "API keys in the file of --auth-keys; servers read it again.")

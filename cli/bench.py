@@ -1,4 +1,4 @@
-"""`kvstore bench` and `kvstore codecs`: speeds of a server, and of this machine's codecs."""
+"""`kvstore bench` and `kvstore codecs`: the speed of a server, and of codecs on this machine."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typer import Argument, Option
 from kvstore.cli import app
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
-if TYPE_CHECKING:  # help is to load none of the product
+if TYPE_CHECKING:  # keeps --help fast
     from kvstore.client.chunk import Chunk
     from kvstore.client.client import Client
     from kvstore.client.options import TransportName
@@ -20,28 +20,28 @@ if TYPE_CHECKING:  # help is to load none of the product
 
 MAX_CHUNKS = 4096
 MAX_BYTES = 4 << 30
-"""Of all chunks of a run together: they are in this process's memory twice."""
+"""Limit of all chunks of a run together: this process holds them twice."""
 DEADLINE_MS = 60_000
 CODEC_BUDGET_S = 0.2
-"""Of measuring each codec; its first use, which may compile, comes on top."""
+"""Time to measure each codec, without its first use, which may compile."""
 _HEAD_DIM = 8
 MIN_CHUNK_BYTES = 16 * 2 * 2 * _HEAD_DIM
-"""16 tokens' keys and values in bfloat16 of one layer and one head."""
+"""K and V of 16 tokens in bfloat16, one layer and one head."""
 MAX_CHUNK_BYTES = 64 << 20
 _PATTERNS = 4
-"""Chunks with bytes of their own; further ones repeat them under other names."""
+"""Distinct chunks; further ones repeat their bytes under other names."""
 _RATES = (
     "encode_bytes_per_s", "decode_bytes_per_s", "break_even_bytes_per_s", "full_gain_bytes_per_s",
 )  # fmt: skip
 
 
-# --- chunks of synthetic bytes, of a model that does not exist
+# --- synthetic chunks of a fictitious model
 
 
 def synthetic_client(
     address: str, chunk_bytes: int, name: str, deadline_ms: int, transport: TransportName = "auto"
 ) -> Client:
-    """Return a client of a model whose chunks of 16 tokens have about *chunk_bytes*.
+    """Return a client of a model whose 16-token chunks have about *chunk_bytes*.
 
     Raises InvalidRequestError.
     """
@@ -60,7 +60,7 @@ def synthetic_client(
 
 
 def noise(model: Model, seed: int = 0) -> ChunkTensors:
-    """Return the tensors of a chunk: bytes that do not compress, the same for the same *seed*."""
+    """Return a chunk's tensors of incompressible bytes, determined by *seed*."""
     import numpy as np
 
     from kvstore.codecs.base import empty_tensors
@@ -78,7 +78,7 @@ def _parts_of(tensors: ChunkTensors) -> list[Part]:
 
 
 def chunks_of(keys: Sequence[ChunkKey], tensors: Sequence[ChunkTensors]) -> list[Chunk]:
-    """Return the chunks of a prompt, with *tensors* in turn."""
+    """Return the chunks of a prompt, cycling through *tensors*."""
     from kvstore.client.chunk import Chunk, parents
     from kvstore.proto.types import MIN_CHUNK_TOKENS
 
@@ -121,10 +121,10 @@ def bench(
 def run_bench(
     address: str, count: int, chunk_bytes: int, transport: TransportName
 ) -> dict[str, Any]:
-    """Run it, under names that no other run has. Raises KVStoreErrors of the server.
+    """Run the benchmark under unique keys. Raises KVStoreErrors of the server.
 
-    Returns the chunks that were stored and came back right, the time of each step, and whether
-    all that was put ``held``: it came back as it was.
+    Returns how many chunks were stored and read back ``right``, the time of each step, and in
+    ``held`` whether all of them were.
     """
     import numpy as np
 
@@ -165,7 +165,7 @@ def run_bench(
 
 
 def complete_codecs(incomplete: str) -> list[str]:
-    """Complete a codec's name."""
+    """Return the codec names that complete *incomplete*."""
     from kvstore.codecs.base import NAMES_BY_ID
 
     return [name for name in NAMES_BY_ID.values() if name.startswith(incomplete)]

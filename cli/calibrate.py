@@ -1,4 +1,4 @@
-"""`kvstore calibrate` and `blend`: assets of codecs, gates of lossy copies and of blending."""
+"""`kvstore calibrate` and `blend`: codec assets, and gates of lossy copies and of blending."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore.cli import app
 from kvstore.cli.bench import complete_codecs
 from kvstore.proto.errors import InvalidRequestError
 
-if TYPE_CHECKING:  # help is to load none of the product
+if TYPE_CHECKING:  # keeps --help fast
     from kvstore.proto.blend import GateView
 
 app.group("blend", "Measure", "Reuse of chunks of other prompts.")
@@ -96,24 +96,24 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
 
 
 def check_extras(folder: Path) -> None:
-    """Raise InvalidRequestError where what runs a model is not installed."""
+    """Raise InvalidRequestError unless the packages that run a model are installed."""
     missing = [name for name in ("torch", "transformers") if find_spec(name) is None]
     if missing:
         fix = f"needs {' and '.join(missing)}: pip install 'kvstore-server[transformers]'"
         raise InvalidRequestError("model", str(folder), fix)
 
 
-# --- how gates are shown
+# --- display of gates
 
 
 def gate_as_dict(gate: Any) -> dict[str, Any]:
-    """Return a GateView, or a message of one, as JSON shows it."""
+    """Return a GateView, or its message, for JSON."""
     hidden = ("calibrated", "codecs")
     return {name: value for name, value in app.as_dict(gate).items() if name not in hidden}
 
 
 def gate_line(gate: dict[str, Any]) -> str:
-    """Return why requests of a model and tag were blended, or not."""
+    """Return a line on one gate: its state, why, and its counts."""
     name = f"{gate['model'] or 'a model'}, tag {gate['tag'] or '-'}"
     asked = f"{gate['let_through']} prompts let through, {gate['kept_out']} not"
     compared = f"{gate['shadows']} compared since it changed"
@@ -124,7 +124,7 @@ def gate_line(gate: dict[str, Any]) -> str:
 
 
 def _finish(view: GateView) -> None:
-    """Print what came of trials. Ends the command with 1 where the gate is not open."""
+    """Print the result of trials. Exits with 1 unless the gate is open."""
     gate = gate_as_dict(view)
     name = f"{gate['model']}, tag {gate['tag'] or '-'}"
     state = f"{name}: {_state(gate)} at ratio {gate['ratio']:.3f}"

@@ -1,6 +1,6 @@
-"""`kvstore ls`, `stat`, `pin`, `unpin` and `clear`: the chunks of a server, and how they are named.
+"""`kvstore ls`, `stat`, `pin`, `unpin` and `clear`: the chunks of a server, and their ids.
 
-People name namespaces and chunks by the first digits of their ids.
+Namespaces and chunks may be given by a prefix of their ids.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typer import Argument, Option
 from kvstore.cli import app
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, InvalidRequestError
 
-if TYPE_CHECKING:  # help is to load none of the product
+if TYPE_CHECKING:  # keeps --help fast
     from kvstore.client.client import Client
     from kvstore.client.connection import Connection
     from kvstore.client.server_state import ChunkStat
@@ -27,18 +27,18 @@ if TYPE_CHECKING:  # help is to load none of the product
 T = TypeVar("T")
 
 MAX_LISTED = 10_000
-"""Chunks of one page."""
+"""Limit of chunks on one page."""
 MAX_PREFIX_CHUNKS = 65_536
-"""Chunks of one prefix; of more nothing is pinned."""
+"""Limit of chunks under one prefix; beyond it nothing is pinned."""
 MAX_PIN_S = 86_400
 DEADLINE_MS = 10_000
 DIGEST_DIGITS = 32
-KEY_DIGITS = 64  # a namespace's, then a digest's
+KEY_DIGITS = 64  # a namespace, then a digest
 MIN_DIGITS = 4
-"""Of an id that is not written out."""
+"""Shortest id prefix."""
 EVERY_TENANT = "*"
 MAX_SEARCHED = 32
-"""Namespaces that are searched for a key that names none."""
+"""Limit of namespaces searched for a digest given without one."""
 _DIGITS = "0123456789abcdef"
 
 Namespace = Annotated[
@@ -60,14 +60,14 @@ Keys = Annotated[list[str] | None, Argument(metavar="[KEY]...", help="Keys or th
 Prefix = Annotated[str, Option(metavar="HEX", help="All chunks with this digest prefix.")]
 
 
-# --- namespaces, and chunks by their names
+# --- namespaces, and chunks by id
 
 
 @dataclass(frozen=True, slots=True)
 class Selection:
-    """A server, and of it the chunks of a *tenant* (empty: one's own), or ``pool:NAME``.
+    """Chunks of a server, of a *tenant* (empty: your own) or of ``pool:NAME``.
 
-    *namespace* begins the digits of a namespace, *model* is a file that stands for one.
+    *namespace* is a prefix of a namespace's digits, *model* a file with a model identity.
     """
 
     address: str
@@ -83,7 +83,7 @@ class Selection:
             check_digits("namespace", self.namespace)
 
     def spaces(self) -> list[pb.KnownSpace]:
-        """Return the namespaces it names, that with the most chunks first. Raises KVStoreErrors."""
+        """Return the selected namespaces, most chunks first. Raises KVStoreErrors."""
         begun = self.namespace.lower()
         known = fetch_namespaces(self.address, self.tenant)
         found = [one for one in known if one.key_namespace.hex().startswith(begun)]
@@ -93,20 +93,20 @@ class Selection:
         return sorted(found, key=lambda one: -one.chunks)
 
     def models(self) -> list[pb.Representation]:
-        """Return the models it names, that with the most chunks first. Raises KVStoreErrors."""
+        """Return the selected models, most chunks first. Raises KVStoreErrors."""
         if self.model is not None:
             return [_read_model(self.model)]
         return [one.representation for one in self.spaces()]
 
     def only(self, found: Sequence[T]) -> T:
-        """Return the one that was *found*. Raises InvalidRequestError when there are several."""
+        """Return the only one *found*. Raises InvalidRequestError unless there is exactly one."""
         if len(found) != 1:
             fix = f"stands for {len(found)} namespaces; give more digits"
             raise InvalidRequestError("namespace", self.namespace, fix)
         return found[0]
 
     def client(self, model: pb.Representation) -> Client:
-        """Return a client of *model*'s namespace; close it."""
+        """Return a client of *model*'s namespace, which the caller closes."""
         from kvstore.proto.messages import representation_from_message
 
         value, terms = representation_from_message(model), {"transport": "grpc", "name": "kvstore"}
@@ -114,14 +114,14 @@ class Selection:
 
     @contextmanager
     def clients(self) -> Iterator[list[Client]]:
-        """Open clients of the namespaces it names, of those with the most chunks."""
+        """Open clients of the selected namespaces, at most MAX_SEARCHED, most chunks first."""
         with ExitStack() as opened:
             models = self.models()[:MAX_SEARCHED]
             yield [opened.enter_context(self.client(model)) for model in models]
 
 
 def check_digits(field: str, text: str) -> str:
-    """Return *text* in small letters if it is digits of an id. Raises InvalidRequestError."""
+    """Return *text*, digits of an id, in lower case. Raises InvalidRequestError."""
     found = text.lower()
     if len(found) < MIN_DIGITS or found.strip(_DIGITS):
         fix = f"write at least {MIN_DIGITS} hexadecimal digits, as kvstore ls shows them"
@@ -130,7 +130,7 @@ def check_digits(field: str, text: str) -> str:
 
 
 def only_one(field: str, name: str, found: Sequence[T]) -> T | None:
-    """Return the one that was *found* by *name*, if any. Raises InvalidRequestError for several."""
+    """Return the only one *found* by *name*, or None. Raises InvalidRequestError for several."""
     if len(found) > 1:
         fix = f"stands for several: {', '.join(map(str, found[:4]))}; give more digits"
         raise InvalidRequestError(field, name, fix)
@@ -138,14 +138,14 @@ def only_one(field: str, name: str, found: Sequence[T]) -> T | None:
 
 
 def fetch_namespaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
-    """Return the namespaces of *tenant* (``*``: of every one), the latest first."""
+    """Return the namespaces of *tenant* (``*``: of all tenants), latest first."""
     found: dict[bytes, pb.KnownSpace] = {}
     skip = 0
     with app.connected(address, DEADLINE_MS) as connection:
         while True:
             reply = app.ask(connection, "Spaces", DEADLINE_MS, tenant=tenant, skip=skip)
             for one in reply.spaces:
-                found.setdefault(one.key_namespace, one)  # a session that opens moves the rest
+                found.setdefault(one.key_namespace, one)  # a new session shifts the pages
             skip += len(reply.spaces)
             if not reply.left or not reply.spaces:
                 return list(found.values())
@@ -161,12 +161,12 @@ def _read_model(path: Path) -> pb.Representation:
         message = json_format.Parse(path.read_text(), pb.Representation())
     except json_format.ParseError as error:
         raise InvalidRequestError("model_representation", str(path), str(error)) from None
-    representation_from_message(message)  # names what is wrong with it
+    representation_from_message(message)  # raises with the reason
     return message
 
 
 def _model_as_dict(model: pb.Representation) -> dict[str, Any]:
-    """Return a model as --model-representation reads it."""
+    """Return a model identity in the format of --model-representation."""
     from google.protobuf import json_format
 
     return json_format.MessageToDict(model, preserving_proto_field_name=True)
@@ -184,9 +184,9 @@ def open_session(connection: Connection, model: pb.Representation) -> Iterator[i
 
 
 def find(clients: Sequence[Client], digits: str) -> tuple[Client, ChunkKey] | None:
-    """Return the chunk whose digest begins with *digits*, or whose key does; None without one.
+    """Return the chunk whose digest or key begins with *digits*, or None.
 
-    Raises InvalidRequestError when they stand for several.
+    Raises InvalidRequestError if several do.
     """
     from kvstore.proto.keys import chunk_key
     from kvstore.proto.types import ChainDigest
@@ -205,7 +205,7 @@ def find(clients: Sequence[Client], digits: str) -> tuple[Client, ChunkKey] | No
 
 
 def list_chunks(client: Client, digits: str, limit: int, after: bytes = b"") -> list[ChunkStat]:
-    """Return chunks of *client* whose digests begin with *digits*, an odd number of them or not."""
+    """Return chunks of *client* whose digests begin with *digits*, of any number."""
     if len(digits) > DIGEST_DIGITS:
         raise InvalidRequestError("key", digits, f"a digest has {DIGEST_DIGITS} digits")
     found: list[ChunkStat] = []
@@ -217,7 +217,7 @@ def list_chunks(client: Client, digits: str, limit: int, after: bytes = b"") -> 
 
 
 def namespace_as_dict(space: pb.KnownSpace) -> dict[str, Any]:
-    """Return a namespace for JSON; its ``representation`` is what --model-representation reads."""
+    """Return a namespace for JSON; --model-representation accepts its ``representation``."""
     kind = space.representation
     return {
         "namespace": space.key_namespace.hex(),
@@ -285,7 +285,7 @@ def _pages(
             raise InvalidRequestError("after", last, fix)
         last = found[0].digest.hex()
     for client in clients:
-        found = list_chunks(client, begun, limit + 1, bytes.fromhex(last))  # it may be gone by now
+        found = list_chunks(client, begun, limit + 1, bytes.fromhex(last))  # last may be deleted
         yield {
             "namespace": client.namespace.hex(),
             "model": client.model.model_id,
@@ -363,7 +363,7 @@ def stat(
 
 
 def _verified(client: Client, key: ChunkKey) -> tuple[FrameHeader | None, str]:
-    """Return the header of a chunk's frame, all of it verified, or what is wrong with it."""
+    """Return the header of a chunk's frame, fully verified, or the damage."""
     from kvstore.proto.types import Accuracy
 
     try:
@@ -460,7 +460,7 @@ def _keep(
     work: Callable[[Client, Sequence[ChunkKey]], int],
     as_json: bool,
 ) -> None:
-    """Do *work* for the chunks called *names*, or those whose digests begin with *prefix*."""
+    """Run *work* on the chunks called *names*, or those whose digests begin with *prefix*."""
     from kvstore.proto.keys import chunk_key
     from kvstore.proto.types import ChainDigest
 
@@ -529,7 +529,7 @@ def clear(  # noqa: PLR0913 - each is an option
 
 
 def _run_clear(selection: Selection, scope: dict[str, str], *, dry_run: bool) -> dict[str, Any]:
-    """Clear *scope*; return what went, or would go, and how much is in use and stays."""
+    """Clear *scope*; return how many chunks were, or would be, deleted, and how many are in use."""
     deleted = deleted_bytes = 0
     fields: dict[str, Any] = {**scope, "dry_run": dry_run, "deadline_ms": DEADLINE_MS}
     with ExitStack() as stack:

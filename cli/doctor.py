@@ -1,4 +1,4 @@
-"""`kvstore doctor`: what would keep a server from doing well here, and what to do about it."""
+"""`kvstore doctor`: checks this machine and a server, with a fix for each problem."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvstore.cli.chunks import fetch_namespaces
 from kvstore.cli.server import directory_line, fetch_status
 from kvstore.proto.errors import KVStoreError
 
-if TYPE_CHECKING:  # help is to load none of the product
+if TYPE_CHECKING:  # keeps --help fast
     from kvstore.client.server_state import ServerStatus
     from kvstore.proto import kvstore_pb2 as pb
     from kvstore.server.settings.settings import Settings
@@ -36,24 +36,24 @@ EXPIRES_SOON = timedelta(days=14)
 SLOW_FILE_SYSTEMS = {"nfs", "nfs4", "cifs", "fuse", "overlay"}
 MEMORY_FILE_SYSTEMS = {"tmpfs", "ramfs"}
 MAX_SKEW_S = 2.0
-"""Tokens and certificates are judged by each machine's own clock."""
+"""Each machine checks tokens and certificates by its own clock."""
 MAX_REDIS_MS = 5.0
 PINGS = 20
 
 OWN = {"tls_cert": "certificate", "redis_tls_cert": "certificate for Redis"}
-"""Settings of certificates that are shown to others, and what they are called."""
+"""Settings with the server's own certificates, and their names."""
 AUTHORITIES = {
     "tls_client_ca": "authority of clients",
     "peer_ca": "authority of peers",
     "redis_tls_ca": "authority of Redis",
 }
-"""Settings of those that others are verified with: one that is valid will do of several."""
+"""Settings with CA bundles that verify others: one valid certificate suffices."""
 SECRET = (
     "tls_key", "redis_tls_key", "redis_password_file", "peer_key", "encryption_keys", "secret_file",
 )  # fmt: skip
-"""Settings with files whose readers can pass for the server, or read what it keeps."""
+"""Settings with files whose readers can impersonate the server, or decrypt its data."""
 TRUSTED = ("auth_keys", "jwt_key", "tls_client_ca", "peer_ca", "redis_tls_ca", "events_readers")
-"""Settings with files whose writers can let themselves in."""
+"""Settings with files whose writers can grant themselves access."""
 _IDENTITY = ("model_revision", "adapter_digest", "quantization", "tokenizer_digest")
 
 State = Literal["ok", "warn", "fail"]
@@ -61,7 +61,7 @@ State = Literal["ok", "warn", "fail"]
 
 @dataclass(frozen=True, slots=True)
 class Finding:
-    """The result of one check; ``fix`` is empty when it is ok."""
+    """The result of one check; ``fix`` is empty if it is ok."""
 
     check: str
     state: State
@@ -70,7 +70,7 @@ class Finding:
 
 
 def judged(is_bad: bool, check: str, saw: str, fix: str, state: State = "warn") -> Finding:
-    """Return the result of a check: *state* and how to fix it where it *is_bad*, else ok."""
+    """Return the result of a check: *state* with the *fix* if it *is_bad*, else ok."""
     return Finding(check, state, saw, fix) if is_bad else Finding(check, "ok", saw)
 
 
@@ -95,11 +95,11 @@ def doctor(address: str, context: typer.Context, as_json: app.AsJson = False) ->
 
 
 def check_limits(config: Settings) -> Iterator[Finding]:
-    """Open files, locked memory, and the memory that a container may take."""
+    """Check the limits of open files, locked memory, and the container's memory."""
     from kvstore.server.settings.process_limits import PROCESS_BYTES, memory_limit_bytes
     from kvstore.server.settings.values import format_size
 
-    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a server takes what it may
+    files = resource.getrlimit(resource.RLIMIT_NOFILE)[1]  # a server raises its soft limit
     fix = f"raise it to {MIN_FILES} or more: LimitNOFILE= of systemd, or ulimit -n"
     yield judged(0 < files < MIN_FILES, "open files", f"{files} at most", fix)
     if "gpu" in config.tiers:
@@ -113,7 +113,7 @@ def check_limits(config: Settings) -> Iterator[Finding]:
 
 
 def check_disk(config: Settings) -> Iterator[Finding]:
-    """File system, free space and speed of each folder of the disk tier."""
+    """Check the file system, free space and speed of each folder of the disk tier."""
     from kvstore.server.settings.values import format_size
 
     if "disk" not in config.tiers:
@@ -144,7 +144,7 @@ def check_disk(config: Settings) -> Iterator[Finding]:
 
 
 def file_system_of(path: Path) -> str:
-    """Return the kind of file system that *path* lies on."""
+    """Return the type of the file system of *path*."""
     found, kind = "", "unknown"
     real = os.path.realpath(path)
     for line in Path("/proc/self/mounts").read_text().splitlines():
@@ -156,7 +156,7 @@ def file_system_of(path: Path) -> str:
 
 
 def disk_bytes_per_s(folder: Path) -> float:
-    """Write and sync ``PROBE_BYTES`` below *folder*; return the rate. Nothing is left there."""
+    """Write and sync ``PROBE_BYTES`` in *folder*, remove them, and return the rate."""
     path = folder / f".kvstore-doctor-{os.urandom(16).hex()}"
     data = os.urandom(1 << 20)
     try:
@@ -172,7 +172,7 @@ def disk_bytes_per_s(folder: Path) -> float:
 
 
 def check_revocations(config: Settings) -> Iterator[Finding]:
-    """Whether the list of revoked certificates can be used, and for how long."""
+    """Check that the certificate revocation list is valid, and for how long."""
     if config.tls_crl is None or config.tls_client_ca is None:
         return
     from kvstore.server.security.certificates import parse_revocations
@@ -191,7 +191,7 @@ def check_revocations(config: Settings) -> Iterator[Finding]:
 
 
 def check_gpu(config: Settings) -> Iterator[Finding]:
-    """Whether the GPU of the gpu tier can be seen."""
+    """Check that the GPU of the gpu tier is present."""
     if "gpu" not in config.tiers:
         return
     if not Path("/dev/nvidiactl").exists():
@@ -210,7 +210,7 @@ def _size(size_bytes: int) -> str:
 
 
 def check_certificates(config: Settings) -> Iterator[Finding]:
-    """How long each certificate that the settings name is valid."""
+    """Check how long each certificate in the settings is valid."""
     for setting, name in (OWN | AUTHORITIES).items():
         path = getattr(config, setting)
         if path is not None:
@@ -242,7 +242,7 @@ def _certificate(name: str, setting: str, path: Path) -> Finding:
 
 
 def check_files(config: Settings) -> Iterator[Finding]:
-    """Whether every user of this machine may read a secret, or change whom the server trusts."""
+    """Check whether every user may read a secret file, or write a file that the server trusts."""
     secret = {*SECRET, "jwt_key"} if config.jwt_algorithm == "HS256" else {*SECRET}
     for setting in (*SECRET, *TRUSTED):
         path: Path | None = getattr(config, setting)
@@ -261,7 +261,7 @@ def check_files(config: Settings) -> Iterator[Finding]:
 
 
 def check_redis(config: Settings, wall_clock: Callable[[], float] = time.time) -> Iterator[Finding]:
-    """Whether Redis answers, how fast, what the user may do, how its servers are, and its clock."""
+    """Check Redis: its latency, the user's permissions, its servers' health, and its clock."""
     from kvstore.tiers.redis_client import RedisClient
 
     if config.redis_url is None or not ("redis" in config.tiers or config.directory):
@@ -288,12 +288,12 @@ def check_redis(config: Settings, wall_clock: Callable[[], float] = time.time) -
         yield judged(median_ms > MAX_REDIS_MS, "redis", f"{median_ms:.2f} ms an answer", fix)
         yield _rights(link, name, config)
         yield from _servers(link)
-        with suppress(KVStoreError, TypeError, ValueError):  # its user may not ask for the time
+        with suppress(KVStoreError, TypeError, ValueError):  # its user may lack TIME
             yield _clock(link, wall_clock)
 
 
 def _rights(link: RedisClient, name: bytes, config: Settings) -> Finding:
-    """Try each command that is needed, on names that end in 10 s."""
+    """Try each command that is needed, on keys that expire in 10 s."""
     from redis.exceptions import OutOfMemoryError
 
     from kvstore.tiers.redis_client import DIRECTORY_RIGHTS, TIER_RIGHTS
@@ -314,7 +314,7 @@ def _rights(link: RedisClient, name: bytes, config: Settings) -> Finding:
         word = bytes(one[0]).decode().lower()
         try:
             link.run(name, [one])
-        except OutOfMemoryError:  # it may be used; that Redis is full is another finding
+        except OutOfMemoryError:  # permitted; a full Redis is another finding
             continue
         except KVStoreError as error:
             if "NoPermissionError" in str(error):
@@ -343,7 +343,7 @@ def _servers(link: RedisClient) -> Iterator[Finding]:
 
 
 def _clock(link: RedisClient, wall_clock: Callable[[], float]) -> Finding:
-    """How far this machine's clock is from that of the Redis that nodes share."""
+    """Compare this machine's clock with that of Redis, which nodes share."""
     before_s = wall_clock()
     seconds, micros = map(int, link.run(b"time", [[b"TIME"]])[0])
     after_s = wall_clock()
@@ -365,7 +365,7 @@ CHECKS: tuple[Callable[[Settings], Iterator[Finding]], ...] = (
 
 
 def check_server(address: str, config: Settings) -> Iterator[Finding]:
-    """Whether a server answers, how its tiers are, and whether engines name chunks alike."""
+    """Check that a server responds, its tiers' state, and that engines share identities."""
     try:
         status = fetch_status(address)
     except KVStoreError as error:
@@ -396,7 +396,7 @@ def check_server(address: str, config: Settings) -> Iterator[Finding]:
 
 
 def check_settings(status: ServerStatus, config: Settings) -> Iterator[Finding]:
-    """Whether the server has the tiers that the machine was checked for."""
+    """Check that the server has the tiers that the machine was checked for."""
     disk_bytes = sum(folder.capacity_bytes for folder in config.disk)
     known = {"cpu": config.cpu_size, "disk": disk_bytes}
     differ = sorted({tier.name for tier in status.tiers} ^ set(config.tiers))

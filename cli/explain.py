@@ -13,7 +13,7 @@ from typer import Option
 from kvstore.cli import app, chunks
 from kvstore.proto.errors import InvalidRequestError
 
-if TYPE_CHECKING:  # help is to load none of the product
+if TYPE_CHECKING:  # keeps --help fast
     from kvstore.proto import kvstore_pb2 as pb
 
 _BOTH = f"{chunks.DIGEST_DIGITS} of a digest, {chunks.KEY_DIGITS} of a key"
@@ -51,7 +51,7 @@ def explain(  # noqa: PLR0913 - each is an option
     app.show(found, _text(found), as_json)
 
 
-# --- the question
+# --- request
 
 
 def _digests_of(path: Path, chunk_tokens: int, extra: Sequence[str]) -> list[bytes]:
@@ -70,7 +70,7 @@ def _digests_of(path: Path, chunk_tokens: int, extra: Sequence[str]) -> list[byt
 
 
 def read_tokens(path: Path) -> list[int]:
-    """Return the token ids in a file: a JSON list, or numbers with blanks or commas between."""
+    """Return the token ids in a file: a JSON list, or numbers separated by blanks or commas."""
     words = path.read_text().replace(",", " ").replace("[", " ").replace("]", " ").split()
     try:
         return [int(word) for word in words]
@@ -79,7 +79,7 @@ def read_tokens(path: Path) -> list[int]:
 
 
 def _digests_named(selection: chunks.Selection, names: Sequence[str]) -> tuple[bytes, list[bytes]]:
-    """Return the namespace, if one is named, and the digests of the chunks called *names*."""
+    """Return the namespace, if any is given, and the digests of the chunks called *names*."""
     size, space = chunks.DIGEST_DIGITS // 2, _namespace_of(selection)
     place = replace(selection, namespace=space.hex())
     keys = [_key_of(place, one) for one in names]
@@ -90,7 +90,7 @@ def _digests_named(selection: chunks.Selection, names: Sequence[str]) -> tuple[b
 
 
 def _key_of(selection: chunks.Selection, text: str) -> bytes:
-    """Return the digest or key that *text* is, or of the one chunk that it is the beginning of."""
+    """Return the digest or key *text*, or the key of the only chunk with that prefix."""
     digits = chunks.check_digits("keys", text)
     if len(digits) in (chunks.DIGEST_DIGITS, chunks.KEY_DIGITS):
         return bytes.fromhex(digits)
@@ -103,7 +103,7 @@ def _key_of(selection: chunks.Selection, text: str) -> bytes:
 
 
 def _namespace_of(selection: chunks.Selection) -> bytes:
-    """Return the one namespace that is meant, if any; one that is written out may be unknown."""
+    """Return the selected namespace, if any; one given in full may be unknown."""
     digits = selection.namespace.lower()
     if 0 < len(digits) < chunks.DIGEST_DIGITS:
         return selection.only(selection.spaces()).key_namespace
@@ -113,7 +113,7 @@ def _namespace_of(selection: chunks.Selection) -> bytes:
 def _explained(
     selection: chunks.Selection, space: bytes, digests: Sequence[bytes]
 ) -> pb.ExplainResponse:
-    """Return the reply about a long prompt of several requests: each knows of its own gap."""
+    """Merge the replies of several requests for a long prompt: each covers only its own gap."""
     from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.messages import MAX_EXPLAINED
 
@@ -145,7 +145,7 @@ def _explained(
     return whole
 
 
-# --- the answer
+# --- reply
 
 
 def _as_dict(address: str, reply: pb.ExplainResponse) -> dict[str, Any]:

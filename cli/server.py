@@ -1,4 +1,4 @@
-"""`kvstore status`, `ping`, `sessions`, `events`, `scrub`, `drain` and `config`: a whole server."""
+"""Commands on a whole server: status, ping, sessions, events, scrub, drain and config."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.cli import app
 from kvstore.cli.chunks import Namespace, Selection
 from kvstore.proto.errors import PermissionDeniedError, printable
 
-if TYPE_CHECKING:  # help is to load none of the product
+if TYPE_CHECKING:  # keeps --help fast
     from kvstore.client.connection import Connection
     from kvstore.client.server_state import EventPage, ServerStatus
 
@@ -25,7 +25,7 @@ FAULTS = (
     "put_refused_chunks", "unanswered_lookups", "shed_calls", "expired_leases", "peer_failures",
     "unreadable_chunks",
 )  # fmt: skip
-"""Counters that say that something is wrong, or full; those of the dashboard."""
+"""Counters of errors and full limits, as on the dashboard."""
 MAX_DRAIN_S = 3600.0
 SCRUB_POLL_S = 0.5
 
@@ -41,10 +41,10 @@ def fetch_status(address: str) -> ServerStatus:
 
 
 def look_at(address: str, now: ServerStatus, before: ServerStatus | None = None) -> dict[str, Any]:
-    """Return the state of a server for JSON; what is hidden is null.
+    """Return the state of a server for JSON; hidden fields are null.
 
-    The hit ratio and the rates are of the ``counted_s`` since the look *before*, or since the
-    server's start where there was none, or it was of another start.
+    The hit ratio and the rates cover the ``counted_s`` since the status *before*, or since the
+    server's start if there is none or the server restarted.
     """
     then: Mapping[str, int] = {}
     seconds = now.uptime_s
@@ -74,7 +74,7 @@ def look_at(address: str, now: ServerStatus, before: ServerStatus | None = None)
 
 
 def status_text(found: dict[str, Any], everything: bool) -> Iterator[str | app.Grid]:
-    """Yield one screen of a server's state, or all of it."""
+    """Yield one screen of a server's state, or *everything*."""
     counters, tiers = found["counters"], found["tiers"]
     held = "" if counters is None else f", {found['sessions']} sessions, {found['leases']} leases"
     age = app.readable_time(found["uptime_s"])
@@ -132,7 +132,7 @@ def _details(found: dict[str, Any]) -> Iterator[str | app.Grid]:
 
 
 def directory_line(directory: dict[str, Any]) -> str:
-    """Return how a server stands among other nodes, and whom it sees."""
+    """Return a line on a server's state in the directory, and the nodes it sees."""
     nodes = ", ".join(f"{one['node_id']} at {one['grpc_address']}" for one in directory["nodes"])
     standing, failure = directory["standing"], directory["failure"]
     words = {"taken": "another node has its id", "full": "the directory is full"}
@@ -171,7 +171,7 @@ def watch_status(
     as_json: bool,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Show the status until it is interrupted: in place on a terminal, else one after another."""
+    """Show the status until interrupted: in place on a terminal, else appended."""
     from rich.console import Group
     from rich.live import Live
     from rich.text import Text
@@ -258,7 +258,7 @@ def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, An
             pages: Iterable[EventPage] = stack.enter_context(client.events())
         else:
             pages = _pages_of_all(stack.enter_context(app.connected(address)))
-        is_past = True  # what is there already comes first
+        is_past = True  # existing copies come first
         for page in pages:
             if page.cleared and not is_past:
                 yield {"event": "cleared", "tier": "", "key": ""}
@@ -273,12 +273,12 @@ def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, An
 
 
 def _pages_of_all(connection: Connection) -> Iterator[EventPage]:
-    """Yield pages of every namespace: without a session, for admins."""
+    """Yield pages of all namespaces: without a session, for admins."""
     from kvstore.client.server_state import CALL_MS, page_from_message
     from kvstore.proto import kvstore_pb2 as pb
 
     request = pb.EventsRequest()
-    while True:  # the server ends each call after a while
+    while True:  # the server ends each call after some time
         for message in connection.stream("Events", request, CALL_MS):
             page = page_from_message(message)
             request.boot_id, request.cursor = page.place or (0, 0)

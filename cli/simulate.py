@@ -1,7 +1,7 @@
-"""Traces of lookups, read and written, and a policy's hits on one: a cache without bytes.
+"""Reads and writes lookup traces, and simulates a policy's hits on one: a cache without bytes.
 
-A file has Mooncake's lines of blocks, or our own of token segments; a trace is then chains of
-blocks in columns: what a store of chunks sees.
+A file has Mooncake's block lines, or kvstore's token segments; either becomes chains of blocks,
+as a store of chunks receives them.
 """
 
 from __future__ import annotations
@@ -31,16 +31,16 @@ MAX_LINE_BYTES = 8 << 20
 MAX_REQUESTS = 4 << 20
 MAX_REQUEST_TOKENS = 16 << 20
 MAX_BLOCKS = 64 << 20
-"""Accesses to blocks in one trace, whose rows are kept in memory."""
+"""Limit of block accesses in one trace, whose rows are kept in memory."""
 _NAME_BYTES = 8
 
 _Id = Annotated[int, Meta(ge=0, le=(1 << 63) - 1)]
 _Count = Annotated[int, Meta(ge=0, lt=MAX_REQUEST_TOKENS)]
 _Time = Annotated[float, Meta(ge=0, lt=1e15)]
 _Stream = Annotated[int, Meta(ge=0, lt=1 << 32)]
-"""Below 2^32, as token ids are made from ``stream * 2**32 + place``."""
+"""Below 2^32, because a token id is ``stream * 2**32 + place``."""
 Segment = tuple[_Stream, _Count]
-"""A stream's number and how many of its tokens."""
+"""A stream's number and its count of tokens."""
 
 
 class BlockLine(msgspec.Struct, frozen=True):
@@ -64,7 +64,7 @@ class BlockLine(msgspec.Struct, frozen=True):
 
 
 class SegmentLine(msgspec.Struct, frozen=True):
-    """A request of a trace of tokens: its prompt and its answer as segments of streams."""
+    """A request of a token trace: its prompt and its answer as segments of streams."""
 
     time_s: _Time = msgspec.field(name="ts")
     session_id: _Id
@@ -85,7 +85,7 @@ TraceLines = list[BlockLine] | list[SegmentLine]
 
 
 class _Kinds(msgspec.Struct):
-    """Which kind a line is of: the one field that no line of the other kind has."""
+    """Distinguishes the two kinds of lines, by a field that only one of them has."""
 
     hash_ids: msgspec.Raw = msgspec.Raw()
     input_segs: msgspec.Raw = msgspec.Raw()
@@ -98,17 +98,17 @@ _segment_line = msgspec.json.Decoder(SegmentLine)
 
 @dataclass(slots=True)
 class TraceWriter:
-    """Writes what a server recorded as block lines of ``block_tokens``.
+    """Writes a server's recording as block lines of ``block_tokens``.
 
-    The server's names of chunks become numbers in the order of first appearance, times are
-    since the recording began, the answers' lengths are unknown.
+    Chunk names become numbers in order of first appearance, times count from the start of the
+    recording, and answer lengths are unknown.
     """
 
     file: IO[bytes]
     block_tokens: int
     lookups: int = 0
     lost: int = 0
-    """Lookups that were read too late."""
+    """Lookups that the server dropped before they were read."""
     _ids: dict[bytes, int] = field(default_factory=dict)
 
     def write(self, record: pb.TraceRecord) -> None:
@@ -119,7 +119,7 @@ class TraceWriter:
             for at in range(0, len(names), _NAME_BYTES)
         )
         tokens = len(ids) * self.block_tokens
-        if ids and record.tokens:  # the last block may be in part the prompt's
+        if ids and record.tokens:  # the prompt may fill the last block in part
             tokens = max(record.tokens, tokens - self.block_tokens + 1)
         line = BlockLine(round(record.at_us / 1000, 3), tokens, 0, ids, self.block_tokens)
         self.file.write(msgspec.json.encode(line) + b"\n")
@@ -127,15 +127,15 @@ class TraceWriter:
 
     @property
     def chunks(self) -> int:
-        """Different chunks that were looked up."""
+        """Distinct chunks that were looked up."""
         return len(self._ids)
 
 
 def read_trace(path: Path) -> TraceLines:
     """Read all requests of a trace, in the file's order.
 
-    Raises InvalidRequestError that names the file, the line and what is wrong with it; OSError
-    when the file cannot be read.
+    Raises InvalidRequestError with the file, the line and the reason; OSError if the file cannot
+    be read.
     """
     lines: list[Any] = []
     with path.open("rb") as file:
@@ -167,10 +167,10 @@ def _read_line(raw: bytes, kind: type | None) -> BlockLine | SegmentLine:
 
 
 class BlockRequest(NamedTuple):
-    """A request as a chain of blocks, each by its row; an answer follows its prompt.
+    """A request as a chain of block rows; an answer follows its prompt.
 
-    A lookup can name the first *known*, those within the prompt. *is_full* says whether the last
-    is: one that is not takes as much space as others, as the pages of engines do.
+    A lookup can name the first *known* blocks, those within the prompt. *is_full*: whether the
+    last block is full; a partial one takes as much space as others, like an engine's pages.
     """
 
     time_s: float
@@ -181,10 +181,10 @@ class BlockRequest(NamedTuple):
 
 
 class BlockTrace(NamedTuple):
-    """Requests in the order in which they came, and how many different blocks they have.
+    """Requests in order of arrival, and how many distinct blocks they have.
 
-    A block has a row of 1 or more, in the order of first appearance. It is what it is with all
-    before it: the same tokens after another prefix are another block.
+    A block's row is 1 or more, in order of first appearance. A block includes its prefix: the same
+    tokens after another prefix are another block.
     """
 
     requests: list[BlockRequest]
@@ -193,9 +193,9 @@ class BlockTrace(NamedTuple):
 
 
 def make_blocks(lines: TraceLines, block_tokens: int = 256) -> BlockTrace:
-    """Return a trace as chains of blocks: of its own size where it has one, else *block_tokens*.
+    """Return a trace as chains of blocks, of its own block size if stated, else *block_tokens*.
 
-    Raises InvalidRequestError when there are too many, or the lines disagree about their size.
+    Raises InvalidRequestError if there are too many blocks, or lines differ in block size.
     """
     first = lines[0]
     size = first.block_tokens if isinstance(first, BlockLine) else block_tokens
@@ -218,10 +218,10 @@ def make_blocks(lines: TraceLines, block_tokens: int = 256) -> BlockTrace:
 
 
 def _cut(line: BlockLine | SegmentLine, size: int) -> tuple[Sequence[Hashable], int, bool]:
-    """Return what tells a line's blocks apart, how many are known, and if the last is full.
+    """Return a line's block identities, how many are known, and whether the last is full.
 
-    Of a prompt of tokens with its answer, as an engine stores them, the block in which the prompt
-    ends and the answer begins is not known.
+    In a token trace an answer follows its prompt as an engine stores them, so the block in which
+    the prompt ends is not known.
     """
     if isinstance(line, SegmentLine):
         blocks = list(_cut_segments((*line.inputs, line.output), size))
@@ -235,7 +235,7 @@ def _cut(line: BlockLine | SegmentLine, size: int) -> tuple[Sequence[Hashable], 
 
 
 def _cut_segments(segments: Iterable[Segment], size: int) -> Iterator[Hashable]:
-    """Yield blocks as which tokens of which streams they have."""
+    """Yield each block as its pieces of streams: (stream, first token, stop)."""
     block: list[tuple[int, int, int]] = []
     left = size
     for stream, tokens in segments:
@@ -255,17 +255,17 @@ def _cut_segments(segments: Iterable[Segment], size: int) -> Iterator[Hashable]:
 # --- replay
 
 GHOSTS = 1 << 18
-"""Evicted blocks that are remembered: a server's ``ghost_limit``, where none is set."""
+"""Evicted blocks whose history is kept: a server's default ``ghost_limit``."""
 _LINEAR_FLOPS, _SQUARE_FLOPS = 1.6e10, 262_144.0
 """Prefill of Llama-3.1-8B: 1.6e10 L + 262,144 L^2 for a prompt of L tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """What a trace is replayed on. *capacity* is ``10GiB`` or a share of the footprint, ``5%``.
+    """The terms of a replay. *capacity* is ``10GiB`` or a share of the footprint, ``5%``.
 
-    The model is Llama-3.1-8B in bfloat16 where *kv_bytes_per_token* does not say otherwise. With
-    *from_half* hits count from the middle of the trace on. Raises InvalidRequestError.
+    *kv_bytes_per_token* defaults to Llama-3.1-8B in bfloat16. With *from_half* hits count from the
+    middle of the trace on. Raises InvalidRequestError.
     """
 
     policy: str
@@ -279,10 +279,9 @@ class Terms:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a policy hit, as shares of the tokens and blocks requested.
+    """A policy's hits, as shares of the tokens and blocks requested.
 
-    *requests_per_s* counts requests for blocks; *flops_saved* is what prefill of the tokens hit
-    would have cost.
+    *requests_per_s* counts block requests; *flops_saved* is the prefill cost of the tokens hit.
     """
 
     policy: str
@@ -295,7 +294,7 @@ class Outcome:
 
 
 def parse_capacity(text: str, footprint_bytes: int) -> int:
-    """Return bytes: of a size such as 10GiB, or of a share of *footprint_bytes* such as 2.5%.
+    """Return a size such as 10GiB, or a share of *footprint_bytes* such as 2.5%, in bytes.
 
     Raises InvalidRequestError.
     """
@@ -311,8 +310,8 @@ def parse_capacity(text: str, footprint_bytes: int) -> int:
 def replay_blocks(
     trace: BlockTrace, terms: Terms, policy: tuple[EvictionPolicy, AccessHistory] | None = None
 ) -> Outcome:
-    """Replay a trace of blocks on one tier; *policy* stands in for the one that is named, with
-    the AccessHistory that it ranks by.
+    """Replay a trace of blocks on one tier; *policy*, with the AccessHistory that it ranks by,
+    overrides the one in *terms*.
     """
     block_bytes = trace.block_tokens * terms.kv_bytes_per_token
     capacity_bytes = parse_capacity(terms.capacity, trace.blocks * block_bytes)
@@ -353,11 +352,11 @@ def _prefill_flops(tokens: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[n
 
 
 class BlockReplay:
-    """One tier of *places* blocks as a policy sees it, and requests that are chains of blocks.
+    """A policy on one tier of *places* blocks; requests are chains of blocks.
 
-    A hit is the longest prefix of a request that is here before it. Then that is touched, and the
-    rest inserted, its first block first, evicting as needed but none of the request's own; if
-    nothing may go, what is left is not admitted. The same requests give the same hits.
+    A hit is the longest prefix of a request that is present before it. The hit is touched and the
+    rest inserted, first block first, evicting as needed but none of the request's own blocks; if
+    nothing can be evicted, the rest is not admitted. Deterministic.
     """
 
     def __init__(
@@ -374,9 +373,9 @@ class BlockReplay:
         self._block_bytes = block_bytes
         self._ghost_limit = ghosts
         self._here = bytearray(1)
-        """Which blocks are here, by row."""
+        """Which blocks are present, by row."""
         self._ghosts: dict[int, None] = {}
-        """The evicted blocks that are remembered, the first of them first."""
+        """Evicted blocks whose history is kept, oldest first."""
         self.used = 0
         self.blocks = 0
         self.hit_blocks = 0
@@ -389,10 +388,10 @@ class BlockReplay:
         facts: InsertInfo = NO_INFO,
         flops: NDArray[np.float64] | None = None,
     ) -> int:
-        """Look up and store a prompt; return how many of its first blocks were here.
+        """Look up and store a prompt; return how many of its leading blocks were present.
 
-        *chain* are the rows of its blocks, 1 or more, the first of the prompt first; a row has the
-        same one before it in all prompts. *flops* is what the prefill of each costs.
+        *chain* are its blocks' rows, 1 or more, in prompt order; a row has the same predecessor in
+        all prompts. *flops* is the prefill cost of each.
         """
         if not chain:
             return 0
@@ -415,7 +414,7 @@ class BlockReplay:
         return hit
 
     def _store(self, chain: Sequence[int], rows: Rows, now_s: float) -> int:
-        """Touch and insert the blocks of a prompt; return how many of the first were here."""
+        """Touch and insert a prompt's blocks; return how many leading ones were present."""
         policy, here = self._policy, self._here
         held = list(map(here.__getitem__, chain))
         hit = held.index(0) if 0 in held else len(held)  # a policy evicts the end of a chain first
@@ -434,9 +433,9 @@ class BlockReplay:
         return hit
 
     def _evict(self, lacking: int, kept: set[int], now_s: float) -> None:
-        """Evict until so many places are free, or none but those of *kept* are left."""
+        """Evict *lacking* blocks, or all but those of *kept* if there are fewer."""
         victims = list(islice(self._policy.victims(kept.__contains__, now_s), lacking))
-        for row in reversed(victims):  # a block before what it continues: no such leaf is queued
+        for row in reversed(victims):  # parents first: else they would be queued as leaves
             self._here[row] = 0
             self._policy.remove(row)
         self._ghosts.update(dict.fromkeys(victims))

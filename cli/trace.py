@@ -1,4 +1,4 @@
-"""`kvstore trace` and `simulate`: lookups of a server, recorded, played again and simulated."""
+"""`kvstore trace` and `simulate`: record, replay and simulate a server's lookups."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from typer import Argument, Option
 from kvstore.cli import app
 from kvstore.proto.errors import InvalidRequestError
 
-if TYPE_CHECKING:  # help is to load none of the product
+if TYPE_CHECKING:  # keeps --help fast
     from kvstore.cli.simulate import TraceWriter
 
 MAX_NAMES = 1 << 24
-"""Different chunks in one recording, which then ends."""
+"""Limit of distinct chunks, which ends a recording."""
 MAX_RECORDING_S = 7 * 24 * 3600
 POLL_S = 0.25
 DEADLINE_MS = 20_000
@@ -56,7 +56,7 @@ def record(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> TraceWriter:
-    """Record from a running server into *out*, which must not exist; return what there is.
+    """Record from a running server into *out*, which must not exist; return its writer.
 
     Raises KVStoreErrors of the server, and OSError for the file.
     """
@@ -82,12 +82,12 @@ def record(
             return writer
 
 
-# --- playing against a server
+# --- replay against a server
 
 
 @dataclass(slots=True)
 class Replayed:
-    """What a server had. *stored* chunks were put, *refused* ones it did not admit."""
+    """Counts of a replay. *stored* chunks were put, *refused* ones were not admitted."""
 
     requests: int = 0
     blocks: int = 0
@@ -115,7 +115,7 @@ def trace_replay(
 
 
 def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
-    """Play a trace: look each prompt up under a lease, put what is missing, its head first.
+    """Replay a trace: look up each prompt under a lease, and put missing chunks, first ones first.
 
     Raises InvalidRequestError, KVStoreErrors of the server, OSError.
     """
@@ -145,7 +145,7 @@ def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
     return done
 
 
-# --- simulating
+# --- simulate
 
 
 def _complete_policies(incomplete: str) -> list[str]:
@@ -200,7 +200,7 @@ def simulate(  # noqa: PLR0913 - each is an option
 
 
 def _names_of(policies: str) -> list[str]:
-    """Return the policies in a list with commas. Raises InvalidRequestError for one that is not."""
+    """Return the policies of a comma-separated list. Raises InvalidRequestError if unknown."""
     from kvstore.proto.types import POLICIES, policy_instead_of
 
     names = list(POLICIES) if policies == "all" else policies.split(",")

@@ -1,6 +1,6 @@
-"""What `kvstore calibrate` and `blend calibrate` run: a model over a text, and over stored prompts.
+"""The trials of `kvstore calibrate` and `blend calibrate`: a model on a text or stored prompts.
 
-Needs torch and transformers but for KV dumps.
+Needs torch and transformers, except for KV dumps.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ if TYPE_CHECKING:
     from kvstore.client.engines.transformers import TransformersConnector
 
 CONTEXT_TOKENS = 1024
-"""Of the prompts in which a model reads its text, at most."""
+"""Limit of the prompts in which a model reads its text."""
 DEADLINE_MS = 60_000
 MAX_LINES = 8
-"""Of prompts that did not count, so many are named."""
+"""Limit of listed prompts that did not count."""
 MAX_TRIALS = 1024
 """More than all ratios of a gate need."""
 MAX_IDLE = 16
-"""Trials in a row in which nothing was found to blend."""
+"""Limit of consecutive trials without a blend."""
 PREFIX_TOKENS = 16
-"""Of the text, in front of prompts of a model without BOS: one chunk, which is exact."""
+"""Tokens of the text that replace BOS for a model without one: one exact chunk."""
 _REPORT_EVERY = 8
-"""Trials between two lines of progress."""
+"""Trials per line of progress."""
 _Question: TypeAlias = tuple[list[list[int]], list[int]]
 """Documents and a question about them, in tokens."""
 
@@ -55,9 +55,9 @@ _Question: TypeAlias = tuple[list[list[int]], list[int]]
 def samples_of(
     sources: Sequence[Path], text: Path | None, representation: str | None, tokens: int
 ) -> Samples:
-    """Return what to calibrate a codec with, out of a model's folder and a text, or of KV dumps.
+    """Return samples to calibrate a codec with, from a model's folder and a text, or KV dumps.
 
-    At most *tokens* of the text are used. Raises InvalidRequestError that says what is missing.
+    Uses at most *tokens* of the text. Raises InvalidRequestError if something is missing.
     """
     if tokens < CHUNK_TOKENS:
         raise InvalidRequestError("tokens", tokens, "give at least a chunk's")
@@ -77,7 +77,7 @@ def samples_of(
 
 
 def read_text(option: str, path: Path) -> str:
-    """Return the text in the file *path* that *option* names. Raises InvalidRequestError."""
+    """Return the text in the file *path* given by *option*. Raises InvalidRequestError."""
     try:
         return path.read_text()
     except (OSError, UnicodeDecodeError) as error:
@@ -87,9 +87,9 @@ def read_text(option: str, path: Path) -> str:
 def read_lines(
     option: str, path: Path, form: str, read: Callable[[Any], Any]
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each JSON line in a file and what *read* makes of it.
+    """Yield the name of each JSON line in a file, and the result of *read* on it.
 
-    Raises InvalidRequestError that names the line, and *form*, where *read* fails.
+    Raises InvalidRequestError with the line and the expected *form* if *read* fails.
     """
     for number, line in enumerate(read_text(option, path).splitlines(), 1):
         if not line.strip():
@@ -117,11 +117,11 @@ def load_model(folder: Path) -> tuple[PreTrainedModel, Any]:
 
 
 def run_model(folder: Path, text: str, tokens: int) -> Samples:
-    """Return the KV that the model in *folder* computes of the first *tokens* of *text*.
+    """Return the KV that the model in *folder* computes for the first *tokens* of *text*.
 
-    The model runs as its configuration says, in prompts of CONTEXT_TOKENS at most. Raises
-    InvalidRequestError for a folder or a text that will not do, ModelError for a
-    model whose KV cannot be stored.
+    The model runs by its configuration, in prompts of at most CONTEXT_TOKENS. Raises
+    InvalidRequestError for an unusable folder or text, ModelError for a model whose KV cannot be
+    stored.
     """
     from kvstore.client.engines.transformers.identity import representation_of
 
@@ -147,7 +147,7 @@ def run_model(folder: Path, text: str, tokens: int) -> Samples:
 
 
 def _computed(model: PreTrainedModel, prompt: Sequence[int]) -> Layers:
-    """Return the KV of *prompt* as its bits."""
+    """Return the KV of *prompt* as unsigned integers."""
     import torch
     from transformers import DynamicCache
 
@@ -177,12 +177,12 @@ def connect(address: str, model: PreTrainedModel, tokenizer: Any, chunk_tokens: 
 def compare_copies(
     models: Sequence[Path], codec: str, prompts: Path | None, chunk_tokens: int, address: str
 ) -> GateView:
-    """Compare prompts of which *codec*'s copies are stored with their full prefills.
+    """Compare prompts stored by *codec* with their full prefills.
 
-    Returns their gate once it opened or closed, or all prompts were compared. Raises
-    InvalidRequestError for a codec whose copies need no gate, a model or file that will not do,
-    or prompts of which the server has no such copies; ModelError for a model whose KV cannot be
-    stored, KVStoreErrors of the server.
+    Returns the gate once it opened or closed, or all prompts were compared. Raises
+    InvalidRequestError for a codec whose copies need no gate, an unusable model or file, or
+    prompts without such copies; ModelError for a model whose KV cannot be stored, KVStoreErrors
+    of the server.
     """
     if len(models) > 1:
         raise InvalidRequestError("sources", len(models), "give one model")
@@ -209,7 +209,7 @@ def compare_copies(
             if found is None:
                 continue
             before, gate, compared = gate, found, compared + 1
-            is_news = gate.why != before.why  # each trial that counts says so
+            is_news = gate.why != before.why  # each trial that counts changes it
             if gate.is_open != before.is_open or (is_news and gate.why.startswith("closed")):
                 break
             if is_news or gate.is_open:
@@ -232,7 +232,7 @@ def _follow(gate: GateView) -> None:
 
 
 def _prompts(path: Path, model: PreTrainedModel, tokenizer: Any) -> list[tuple[str, list[int]]]:
-    """Return the tokens of the prompts in a file, and the names of their lines."""
+    """Return the tokens of each prompt in a file, with the name of its line."""
 
     def read(row: Any) -> list[int]:
         tokens = row["tokens"] if "tokens" in row else tokenizer(row["prompt"])["input_ids"]
@@ -263,7 +263,7 @@ def _not_compared(connector: TransformersConnector, codec: str) -> str:
 
 
 class _Prompt(NamedTuple):
-    """A prompt's tokens, and where its documents are."""
+    """A prompt's tokens, and the ranges of its documents."""
 
     tokens: list[int]
     ranges: list[SegmentRange]
@@ -271,9 +271,9 @@ class _Prompt(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class BlendTrials:
-    """What is tried.
+    """Trials of blending.
 
-    Prompts are made from *text*, cut into documents of so many tokens each, or are *questions*:
+    Prompts are made from *text*, cut into documents of *document_tokens*, or are *questions*:
     JSON lines of ``documents`` and a ``question`` about them; *prefix* is the system prompt.
     """
 
@@ -288,8 +288,8 @@ class BlendTrials:
     def run(self, address: str, model_folder: Path) -> GateView:
         """Return the gate once it is open, or closed for good.
 
-        Raises InvalidRequestError for a model or file that will not do, ModelError for a
-        model that cannot be blended, KVStoreErrors of the server.
+        Raises InvalidRequestError for an unusable model or file, ModelError for a model that
+        cannot be blended, KVStoreErrors of the server.
         """
         check_tag(self.tag)
         model, tokenizer = load_model(model_folder)
@@ -298,7 +298,7 @@ class BlendTrials:
         from kvstore.client.engines.transformers.blend_adapter import TransformersAdapter
 
         pairs, longest = self._prompts(tokenizer, np.random.default_rng(0))
-        longest += SHADOW_TOKENS  # what is decoded behind it
+        longest += SHADOW_TOKENS  # decoded after it
         limit = getattr(model.config, "max_position_embeddings", None) or longest
         if longest > limit:
             fix = f"with its question and prefix at most {limit} tokens"
@@ -324,11 +324,11 @@ class BlendTrials:
     def _prompts(
         self, tokenizer: Any, draw: np.random.Generator
     ) -> tuple[Iterator[tuple[_Prompt, _Prompt]], int]:
-        """Return pairs of prompts, to store and to blend, without end; and the longest's tokens.
+        """Return endless pairs of prompts, to store and to blend, and the longest one's tokens.
 
-        A pair is the same documents in another order, behind one prefix. Without one the first
-        document would be exact, or bring its prompt's attention sink to another place: no prompt
-        that is served begins with a document.
+        A pair has the same documents in another order, after one prefix. Without a prefix the
+        first document would be exact, or move its prompt's attention sink: served prompts do not
+        begin with a document.
         """
 
         def ids(text: str) -> list[int]:
@@ -362,9 +362,9 @@ class BlendTrials:
         return (_pair(prefix, *one, draw) for one in rounds), len(prefix) + longest
 
     def _drawn(self, passages: list[list[int]], draw: np.random.Generator) -> _Question:
-        """Return some passages of the text; the question is how one of them goes on."""
+        """Return random passages of the text, and the continuation of one as the question."""
         places = draw.choice(len(passages) - 1, self.documents, replace=False)
-        ends = [place for place in places if place + 1 not in places]  # what is behind is in none
+        ends = [place for place in places if place + 1 not in places]  # the next is not drawn
         behind = passages[draw.choice(ends) + 1]
         return [passages[place] for place in places], behind[: self.question_tokens]
 
@@ -385,7 +385,7 @@ def _pair(
     prefix: list[int], documents: list[list[int]], question: list[int], draw: np.random.Generator
 ) -> tuple[_Prompt, _Prompt]:
     order = [*range(1, len(documents)), 0]
-    if len(order) > 2 and draw.random() < 0.5:  # two would be back as they were
+    if len(order) > 2 and draw.random() < 0.5:  # reversing two restores their order
         order.reverse()
     prompts = []
     for some in (documents, [documents[place] for place in order]):
@@ -401,7 +401,7 @@ def _pair(
 def _tried(
     client: Client, blender: Blender, guarded: GuardedBlender, stored: _Prompt, moved: _Prompt
 ) -> GuardedResult:
-    """Blend *moved* out of what is stored of *stored* meanwhile."""
+    """Store the prompt *stored*, blend *moved* from it, and delete it."""
     from kvstore.client.blend.store import store_prefill
 
     full = blender.prefill(stored.tokens, logits_from=len(stored.tokens) - 1)

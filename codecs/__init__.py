@@ -1,1 +1,1 @@
-"""Codecs turn a chunk's tensors into the segments of a frame and back."""
+"""Codecs encode a chunk's tensors into the segments of a frame and decode them."""

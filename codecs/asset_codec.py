@@ -1,7 +1,7 @@
-"""Codecs that need an asset of the model: which asset, its tables, layers that it cannot code.
+"""Codecs that need an asset of the model: its selection, its tables, and uncodable layers.
 
 A layer names the asset that it was coded with, so that it can be decoded alone; the frame's
-header names it too, so that a reader can tell beforehand.
+header names it too, so that a reader can check before decoding.
 """
 
 from __future__ import annotations
@@ -33,35 +33,35 @@ from kvstore.proto.frame import NO_ASSET, FrameHeader, FrameTemplate
 from kvstore.proto.types import DIGEST_BYTES, Accuracy, Component, KVLayout, LayerKind
 
 HEAD = struct.Struct(f"<BBHI{DIGEST_BYTES}s")
-"""Method, quality, layer of the asset, a number of the codec's own, the asset."""
+"""Method, quality, layer of the asset, a codec-specific number, the asset."""
 HEAD_BYTES = HEAD.size
 CODED = 1
 MAX_DIM = 8192
-"""Parts whose heads are wider are kept as they are, so that scratch stays fixed."""
+"""Parts with wider heads are stored uncoded, so that scratch memory stays fixed."""
 QUALITY_COUNT = len(RATIOS)
 LARGEST_NUMBER = np.float32(2.0**60)
-"""Means and deviations are below, and so are the numbers that are coded."""
+"""Upper limit of means, deviations and coded numbers."""
 
 assert HEAD_BYTES == 24
 
 CodedLayer: TypeAlias = "tuple[int, Sequence[Table | bytes], float]"
-"""The codec's own number, the fields behind the head, and the largest error."""
+"""The codec-specific number, the fields after the head, and the largest error."""
 
 
 MAX_ESCAPED = 8
-"""A layer of which more than one number in so many has no bin is kept as it is."""
+"""A layer with more than one number in this many without a bin is stored uncoded."""
 LARGEST_STEP = 32767
 
 
 class Escapes(NamedTuple):
-    """Whole numbers that have no symbol: ``steps`` i16, by their ascending ``places`` u32."""
+    """Integers without a symbol: ``steps`` i16, at their ascending ``places`` u32."""
 
     places: NDArray[np.uint32]
     steps: NDArray[np.int16]
 
     @classmethod
     def of(cls, numbers: NDArray[Any], is_escaped: NDArray[np.bool_]) -> Escapes | None:
-        """Return those of *numbers*; None where they are too many."""
+        """Return the escaped *numbers*; None if there are too many."""
         places = np.flatnonzero(is_escaped).astype("<u4")
         if len(places) > numbers.size // MAX_ESCAPED:
             return None
@@ -79,13 +79,13 @@ class Escapes(NamedTuple):
         return found
 
     def put(self, numbers: Floats, first: int) -> None:
-        """Put them among *numbers*, C-ordered, of which the first one's place is *first*."""
+        """Write them into *numbers*, C-ordered, which begin at place *first*."""
         low, high = np.searchsorted(self.places, (first, first + numbers.size))
         numbers.reshape(-1)[self.places[low:high] - first] = self.steps[low:high]
 
 
 class Coded(NamedTuple):
-    """What the head of a coded layer says: ``tables`` are the asset's for this layer."""
+    """The head of a coded layer; ``tables`` are the asset's for this layer."""
 
     quality: int
     number: int
@@ -93,13 +93,13 @@ class Coded(NamedTuple):
 
 
 class AssetTables(ABC):
-    """The tables of an asset, checked: for each component of the chunk arrays, layers first."""
+    """The checked tables of an asset: for each component of the chunk arrays, layers first."""
 
     needed: ClassVar[str]
-    """The table that each component has."""
+    """A table that every component has."""
 
     def __init__(self, asset: Asset) -> None:
-        """Raises InvalidRequestError that names the table at fault."""
+        """Raise InvalidRequestError, naming the table, if one is invalid."""
         self.components: list[tuple[Any, ...]] = []
         while f"{len(self.components)}.{self.needed}" in asset.tables:
             self.components.append(self.component(asset, f"{len(self.components)}."))
@@ -113,17 +113,17 @@ class AssetTables(ABC):
 
     @abstractmethod
     def parts_of(self, arrays: tuple[Any, ...], index: int, component: Component) -> Any:
-        """Return what the codec needs for layer *index* of *arrays*; None for another shape."""
+        """Return the codec's tables of layer *index* of *arrays*; None for another shape."""
 
     @property
     def layers(self) -> int:
-        """How many layers there are tables for."""
+        """Number of layers with tables."""
         return sum(len(arrays[0]) for arrays in self.components)
 
     def layer(self, index: int, component: Component) -> Any:
-        """Return what the codec needs for the chunk's layer *index*, over all components.
+        """Return the codec's tables of the chunk's layer *index*, counted over all components.
 
-        None unless the asset was made for such a layer.
+        None if the asset was not made for such a layer.
         """
         for arrays in self.components:
             if index < len(arrays[0]):
@@ -133,12 +133,12 @@ class AssetTables(ABC):
 
 
 class TurnedTables(AssetTables):
-    """Tables for keys that are turned back. Arrays are the means (layers, parts, channels), others
+    """Tables for keys coded before rotation. Arrays are the means (layers, parts, channels), others
     of layers and parts, deviations f32 (layers, parts), frequencies f32 (pairs,) or None.
     """
 
     part: ClassVar[Any]
-    """Makes what the codec needs for one part, of all of them in this order."""
+    """Makes the codec's tables of one part from the arrays, in this order."""
 
     @override
     def parts_of(self, arrays: tuple[Any, ...], index: int, component: Component) -> Any:
@@ -168,17 +168,17 @@ class TurnedTables(AssetTables):
 
 
 def moved_to(position: int | None, stored: int, frequencies: Floats | None) -> int:
-    """Return where keys go that were at *stored*. Raises InvalidRequestError if they cannot."""
+    """Return the position to decode keys of *stored* to. Raises InvalidRequestError."""
     if position is not None and position != stored and frequencies is None:
         raise InvalidRequestError("position", position, "the asset knows no rotary embedding")
     return stored if position is None else position
 
 
 class AssetCodec(LossyCodec):
-    """Subclass with ``coded`` and ``decode_coded``, and the kind of the asset.
+    """Base of codecs with an asset: subclasses define ``coded``, ``decode_coded`` and the kind.
 
-    Frames are encoded by the newest asset of their model, which ``encode_layers`` finds; only
-    a codec that was given its *asset* encodes single layers. Any decodes what *shelf* has.
+    Frames are encoded with the newest asset of their model, which ``encode_layers`` finds; only
+    a codec with an *asset* encodes single layers. Decoding uses any asset of *shelf*.
     """
 
     kind: ClassVar[AssetKind]
@@ -204,7 +204,7 @@ class AssetCodec(LossyCodec):
 
     @abstractmethod
     def coded(self, bits: Sequence[Part], layer: LayerTerms, tables: Any) -> CodedLayer | None:
-        """Return a coded layer by its *tables*; None keeps it as it is.
+        """Return the layer coded by its *tables*; None: store it uncoded.
 
         *bits* are finite floats as ``<u2`` or ``<u4``; ``layer_id`` is the asset's number.
         """
@@ -214,14 +214,14 @@ class AssetCodec(LossyCodec):
         self, cut: ByteCutter, component: Component, out: Sequence[Part], head: Coded,
         position: int | None,
     ) -> None:  # fmt: skip
-        """Decode the fields that ``coded`` returned, *cut* from behind the *head*, to their end.
+        """Decode the fields of ``coded``, *cut* from after the *head*, to their end.
 
         Raises as ``decode_layer``.
         """
 
     @override
     def check_asset(self, header: FrameHeader) -> None:
-        """Raise UnknownCodecError for an asset that is not here, ModelError for another model's."""
+        """Raise UnknownCodecError for an unknown asset, ModelError for another model's."""
         self._shelf.named(self.kind, header.asset, header.representation)
 
     @override
@@ -236,14 +236,14 @@ class AssetCodec(LossyCodec):
         out: Bytes,
         terms: EncodeTerms | None = None,
     ) -> FrameHeader:
-        """Write the frame of *layers* by the newest asset of the template's model.
+        """Write the frame of *layers* with the newest asset of the template's model.
 
         Raises UnknownCodecError when there is none, LayoutMismatchError when it has tables for
-        more layers or fewer than the chunk has keys and values of. Nothing in *terms* is used:
-        what they would say of the model stands in the asset.
+        more or fewer layers than the chunk has with keys and values. *terms* are only checked: the
+        asset describes the model.
         """
         if self._bound is not None:
-            # Terms of another layout are refused all the same.
+            # Terms of another layout are still refused.
             next((terms or EncodeTerms()).layers(template.layout, template.position))
             mine = EncodeTerms(layer_ids=self._numbers(template.layout, self._bound))
             return super().encode_layers(template, layers, out, mine)
@@ -252,7 +252,7 @@ class AssetCodec(LossyCodec):
         return bound.encode_layers(template, layers, out, terms)
 
     def _numbers(self, layout: KVLayout, asset: Asset) -> tuple[int, ...]:
-        """Number the layers as the asset does, which has none for states. Raises as it says."""
+        """Return the asset's layer numbers; states have none. Raises LayoutMismatchError."""
         numbers, count = [], 0
         for component in layout.components:
             is_state = component.kind is LayerKind.state

@@ -1,8 +1,8 @@
-"""Model assets: tables that a codec needs for one model, in files of their own.
+"""Model assets: files with the tables that a codec needs for one model.
 
-An asset is made offline by ``kvstore calibrate``, belongs to one Model and is named
-by the digest of its bytes, which the frames that need it carry. The file's layout stands in
-docs/format.md; nothing of it is believed before its checksum, and it holds arrays only.
+An asset is made offline by ``kvstore calibrate``, belongs to one Model and is named by the digest
+of its bytes, which frames that need it carry. docs/format.md specifies the file; it holds only
+arrays, and its checksum is verified before use.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ assert _FIXED.size == _ROW.size == 64
 
 
 class AssetKind(IntEnum):
-    """What an asset is for, by the number it carries in its file."""
+    """The codec of an asset, by its number in the file."""
 
     cachegen = 1
     kvtc = 2
@@ -55,8 +55,8 @@ class AssetKind(IntEnum):
 class Asset:
     """One checked asset. ``tables`` are read-only arrays by name.
 
-    ``representation`` is the representation digest of the model; of two assets for the same
-    use the one of the higher ``edition`` encodes, and both decode. ``digest`` names its bytes.
+    ``representation`` is the representation digest of the model; of two assets of one kind and
+    model the higher ``edition`` encodes, and both decode. ``digest`` is that of the file's bytes.
     """
 
     kind: AssetKind
@@ -68,7 +68,7 @@ class Asset:
     def table(self, name: str, dtype: str, shape: tuple[int, ...]) -> Table:
         """Return the table *name*. Raises InvalidRequestError for another dtype or shape.
 
-        A -1 in *shape* stands for any extent.
+        A -1 in *shape* matches any extent.
         """
         found = self.tables.get(name)
         if found is None:
@@ -83,14 +83,14 @@ class Asset:
 
 
 def asset_name(asset: Asset) -> str:
-    """Return the file name of *asset*: its kind, its model and its edition."""
+    """Return the file name of *asset*: kind, model and edition."""
     return f"{asset.kind.name}-{asset.representation.hex()}-{asset.edition:04d}{SUFFIX}"
 
 
 def pack_asset(
     kind: AssetKind, representation: bytes, edition: int, tables: Mapping[str, Table]
 ) -> bytes:
-    """Return the bytes of an asset. Raises InvalidRequestError where a limit is passed."""
+    """Return the bytes of an asset. Raises InvalidRequestError beyond a limit."""
     if len(representation) != DIGEST_BYTES:
         raise InvalidRequestError("representation", representation.hex(), "give a whole digest")
     if not 0 < edition <= MAX_EDITION:
@@ -125,8 +125,8 @@ def _pack_row(name: str, table: Table, start: int) -> bytes:
 def parse_asset(data: bytes) -> Asset:
     """Check and return the asset in *data*; its tables are views of it.
 
-    Raises InvalidRequestError that says what is wrong: not an asset, of a later version, cut
-    short, damaged, or contradicting itself.
+    Raises InvalidRequestError if it is no asset, of a later version, truncated, damaged or
+    inconsistent.
     """
     if len(data) < _FIXED.size + _CHECKSUM_BYTES or data[:4] != MAGIC:
         raise InvalidRequestError("asset", data[:4], f"an asset starts with {MAGIC!r}")
@@ -170,7 +170,7 @@ def _tables(data: bytes, count: int, end: int) -> Iterator[tuple[str, Table]]:
 
 
 def read_asset(path: Path) -> Asset:
-    """Read the asset in the file *path*. Raises InvalidRequestError that names it."""
+    """Read the asset in the file *path*. Raises InvalidRequestError, naming the file."""
     try:
         if path.stat().st_size > MAX_ASSET_BYTES:
             raise InvalidRequestError("asset", path.name, f"at most {MAX_ASSET_BYTES} bytes")
@@ -187,9 +187,9 @@ MAX_ASSETS = 256
 
 
 class AssetShelf:
-    """Assets by digest, and by kind and model. Any thread may call.
+    """Assets by digest, and by kind and model. Thread-safe.
 
-    The lock guards the two dictionaries; assets themselves never change.
+    The lock guards the two dictionaries; assets are immutable.
     """
 
     def __init__(self) -> None:
@@ -198,9 +198,9 @@ class AssetShelf:
         self._newest: dict[tuple[AssetKind, bytes], Asset] = {}
 
     def add(self, asset: Asset) -> None:
-        """Take *asset*; one that is there already is kept.
+        """Add *asset* unless it is present.
 
-        Raises InvalidRequestError for another asset of the same edition, or one too many.
+        Raises InvalidRequestError for another asset of the same edition, or beyond MAX_ASSETS.
         """
         use = (asset.kind, asset.representation)
         with self._lock:
@@ -217,9 +217,9 @@ class AssetShelf:
                 self._newest[use] = asset
 
     def load_folder(self, folder: Path) -> int:
-        """Add every asset in *folder*, files named ``*.kvasset``; return how many there are.
+        """Add every asset in *folder*, files named ``*.kvasset``; return their number.
 
-        Raises InvalidRequestError that names the file that is damaged or of a later version.
+        Raises InvalidRequestError, naming the file, for one that is damaged or of a later version.
         """
         if not folder.is_dir():
             raise InvalidRequestError("assets", str(folder), "give a folder that exists")
@@ -229,9 +229,9 @@ class AssetShelf:
         return len(paths)
 
     def for_model(self, kind: AssetKind, representation: bytes) -> Asset:
-        """Return what *kind* encodes the model of *representation* with.
+        """Return the asset with which *kind* encodes the model of *representation*.
 
-        Raises UnknownCodecError when there is none: that codec does not exist for that model.
+        Raises UnknownCodecError when there is none: the model then lacks that codec.
         """
         with self._lock:
             found = self._newest.get((kind, representation))
@@ -243,7 +243,7 @@ class AssetShelf:
         return found
 
     def any_named(self, kind: AssetKind, digest: bytes) -> Asset:
-        """Return the asset of *digest*, whosever it is. Raises UnknownCodecError."""
+        """Return the asset of *digest*, of any model. Raises UnknownCodecError."""
         with self._lock:
             found = self._by_digest.get(digest)
             count = len(self._by_digest)
@@ -252,10 +252,10 @@ class AssetShelf:
         return found
 
     def named(self, kind: AssetKind, digest: bytes, representation: bytes) -> Asset:
-        """Return the asset that a frame names.
+        """Return the asset of *digest* for a frame of the model of *representation*.
 
-        Raises UnknownCodecError when it is not here or of another kind, ModelError
-        when it belongs to another model than the frame.
+        Raises UnknownCodecError when it is unknown or of another kind, ModelError when it belongs
+        to another model than the frame.
         """
         found = self.any_named(kind, digest)
         if found.representation != representation:
@@ -265,4 +265,4 @@ class AssetShelf:
 
 
 ASSETS = AssetShelf()
-"""Those of this process; filled at start, from the folder that its configuration names."""
+"""The assets of this process, loaded at start from the configured folder."""

@@ -1,7 +1,7 @@
 """The Codec interface.
 
-A codec turns the tensors of one chunk into a frame and back, layer by layer. It owns no
-buffers and keeps no state: callers bring the memory, and may call from any thread.
+A codec encodes the tensors of one chunk into a frame and decodes them, layer by layer. It owns no
+buffers and has no state: callers provide the memory, and may call from any thread.
 """
 
 from __future__ import annotations
@@ -36,16 +36,16 @@ from kvstore.proto.frame import (
 from kvstore.proto.types import END_KINDS, Accuracy, Component, KVLayout, Model, RopeParameters
 
 Importance: TypeAlias = NDArray[np.float32]
-"""A weight for each token of the chunk, not negative; larger tokens are kept more exactly."""
+"""A weight for each token of the chunk, >= 0; larger ones are stored more exactly."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodeTerms:
-    """Facts and wishes that a lossy codec may use, and none has to have.
+    """Optional facts and options for lossy codecs.
 
-    ``rope`` is the rotary embedding that the keys carry; None leaves them as they are.
-    ``layer_ids`` are the model's numbers of the chunk's layers, component by component, and
-    ``model_layers`` how many the model has. ``importance`` is f32 (tokens,).
+    ``rope`` is the rotary embedding of the keys; None: code them as rotated. ``layer_ids`` are the
+    model's numbers of the chunk's layers, component by component, and ``model_layers`` the model's
+    number of layers. ``importance`` is f32 (tokens,).
     """
 
     rope: RopeParameters | None = None
@@ -60,9 +60,9 @@ class EncodeTerms:
         importance: Importance | None = None,
         layout: KVLayout | None = None,
     ) -> EncodeTerms:
-        """Return what *representation* says of its model's chunks, of those of *layout* if given.
+        """Return the terms of a model's chunks of *layout*.
 
-        Without one they are chunks that have all that a chunk can have of its end.
+        Without a *layout*, of chunks that have windows and states.
         """
         groups = representation.layer_groups
         last = max(layer for group in groups for layer in group.layer_ids)
@@ -77,7 +77,7 @@ class EncodeTerms:
     def layers(self, layout: KVLayout, position: int) -> Iterator[LayerTerms]:
         """Yield the terms of each layer of *layout*, in the order of its segments.
 
-        Raises InvalidRequestError when the terms are another layout's.
+        Raises InvalidRequestError when the terms are of another layout.
         """
         self._check(layout)
         ids = self.layer_ids or tuple(range(layout.segment_count))
@@ -110,7 +110,7 @@ class EncodeTerms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LayerTerms:
-    """The same for one layer: the model calls it ``layer_id`` and has ``model_layers``.
+    """EncodeTerms of one layer: number ``layer_id`` of the model's ``model_layers``.
 
     ``position`` is the index in the prompt of the first token that the layer keeps.
     """
@@ -125,10 +125,10 @@ class LayerTerms:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class EncodedLayer:
-    """One layer's base took ``stored_bytes`` of the caller's room; refinements come along.
+    """One encoded layer: ``stored_bytes`` of its base in the caller's buffer, and refinements.
 
-    ``error_bound`` is the largest absolute error of any element once everything is decoded,
-    0 unless ``accuracy`` is ``bounded``.
+    ``error_bound`` is the largest absolute error of any element with all levels decoded, 0 unless
+    ``accuracy`` is ``bounded``.
     """
 
     stored_bytes: int
@@ -140,50 +140,50 @@ class EncodedLayer:
 Part: TypeAlias = NDArray[Any]
 """One tensor of one layer: (kv_heads, tokens, head_dim), any strides, the dtype's item size.
 
-numpy has no bfloat16 or fp8; such tensors come as unsigned integers of the same size.
+numpy has no bfloat16 or fp8; such tensors are unsigned integers of the same size.
 """
 
 ChunkTensors: TypeAlias = Sequence[Sequence[Sequence[Part]]]
 """A chunk's tensors: components, then layers, then parts (K and V, or one latent or state)."""
 
 AnyPart: TypeAlias = Part | BlockPart
-"""A tensor of one layer where it lies: an array, or slots of an engine's blocks."""
+"""A tensor of one layer in place: an array, or slots of an engine's blocks."""
 
 AnyTensors: TypeAlias = Sequence[Sequence[Sequence[AnyPart]]]
-"""A chunk's tensors where they lie, in the order of ChunkTensors."""
+"""A chunk's tensors in place, in the order of ChunkTensors."""
 
 
 class Codec(ABC):
-    """Encode tensors to frames and decode frames into tensors.
+    """Encodes tensors to frames and decodes frames into tensors.
 
-    ``tests/contracts/codec.py`` runs one suite over every codec, backend and dtype; a new
-    codec is done when that suite passes and its golden frame is committed.
+    ``tests/contracts/codec.py`` runs one suite over every codec, backend and dtype; a new codec
+    must pass it and commit its golden frame.
     """
 
     name: ClassVar[str]
     codec_id: int
-    """The number that frames carry. Never reused."""
+    """The codec's number in frames. Never reused."""
     revision: ClassVar[int]
     accuracy: ClassVar[Accuracy]
-    """The least that a frame may have: a layer that cannot be coded so is kept exactly."""
+    """The least accuracy of a frame: a layer that would fall below is stored exactly."""
     levels: int = 0
-    """Refinements behind the base of the frames it writes."""
+    """Refinements in frames it writes."""
     max_levels: ClassVar[int] = 0
-    """Refinements that it reads."""
+    """Refinements it can read."""
     asset: bytes = NO_ASSET
-    """Digest of the tables that its frames are read with."""
+    """Digest of the tables that its frames need."""
 
     @classmethod
     def of(cls, terms: str) -> Codec:
-        """Return the codec under *terms*, what follows the colon of its name.
+        """Return the codec with *terms*, the part of its name after the colon.
 
-        Raises UnknownCodecError for terms it does not know; most know none.
+        Raises UnknownCodecError for unknown terms; most codecs have none.
         """
         raise UnknownCodecError(f"{cls.name}:{terms}", cls.name)
 
     @abstractmethod
     def max_segment_bytes(self, component: Component) -> int:
-        """Upper bound of one encoded layer of *component*, its refinements aside."""
+        """Upper bound of one encoded layer of *component*, without its refinements."""
 
     def max_refinement_bytes(self, component: Component) -> int:
         """Upper bound of one refinement of one layer."""
@@ -192,14 +192,14 @@ class Codec(ABC):
 
     @abstractmethod
     def encode_segment(self, parts: Sequence[Part], component: Component, out: Bytes) -> int:
-        """Encode one layer into *out* and return how many bytes were used."""
+        """Encode one layer into *out* and return the number of bytes used."""
 
     @abstractmethod
     def decode_segment(self, data: Bytes, component: Component, out: Sequence[Part]) -> None:
         """Decode one verified layer into *out*. Raises InvalidFrameError on bad contents.
 
-        Never allocates more than the component's ``layer_bytes`` and a fixed amount of scratch,
-        whatever *data* says.
+        Never allocates more than the component's ``layer_bytes`` and a fixed amount of scratch, for
+        any *data*.
         """
 
     def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
@@ -212,10 +212,10 @@ class Codec(ABC):
     def decode_layer(
         self, data: Sequence[Bytes], component: Component, out: Sequence[Part], position: int | None
     ) -> None:
-        """Decode a layer's base and as many refinements as *data* has into *out*.
+        """Decode a layer's base and all refinements in *data* into *out*.
 
-        Keys are rotated to *position*, or to where they were for None. Raises
-        InvalidFrameError; InvalidRequestError for a *position* where keys cannot be rotated.
+        Keys are rotated to *position*; None: to their own. Raises InvalidFrameError;
+        InvalidRequestError for a *position* if keys cannot be rotated.
         """
         if position is not None:
             fix = f"{self.name} stores keys as they are rotated"
@@ -223,13 +223,13 @@ class Codec(ABC):
         self.decode_segment(data[0], component, out)
 
     def reads(self, revision: int) -> bool:
-        """Whether it decodes segments of *revision*: its own, and all before."""
+        """Return whether it decodes segments of *revision*: its own, and all before."""
         return 1 <= revision <= self.revision
 
     def check_header(self, header: FrameHeader) -> None:
         """Raise UnknownCodecError unless *header* names this codec, revision and tables.
 
-        InvalidFrameError for levels that it does not have.
+        Raises InvalidFrameError for more levels than it has.
         """
         if header.codec_id != self.codec_id or not self.reads(header.codec_revision):
             raise UnknownCodecError(
@@ -265,7 +265,7 @@ class Codec(ABC):
     ) -> FrameHeader:
         """Write the frame of *tensors* to the start of *out* and return its header.
 
-        Checksums stay zero where the template says FLAG_UNSUMMED. Raises LayoutMismatchError when
+        Checksums stay zero if the template has FLAG_UNSUMMED. Raises LayoutMismatchError when
         *tensors* do not have the template's layout, InvalidRequestError when *terms* do not.
         """
         check_tensors(template.layout, tensors)
@@ -279,7 +279,7 @@ class Codec(ABC):
         out: Bytes,
         terms: EncodeTerms | None = None,
     ) -> FrameHeader:
-        """Write the frame of *layers*, each needed until the next is asked for."""
+        """Write the frame of *layers*; each must stay valid until the next is requested."""
         writer = FrameWriter(template, out, self.levels)
         later: list[list[Bytes]] = [[] for _ in range(self.levels)]
         accuracy, error_bound = Accuracy.exact, 0.0
@@ -304,9 +304,9 @@ class Codec(ABC):
     def decode_into(self, header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
         """Verify each segment of *frame* and decode it into *out*.
 
-        A window or state for which *out* has no layers is not wanted, and not looked at.
-        Raises ChunkCorruptError or InvalidFrameError; *out* then holds rubbish. Raises
-        UnknownCodecError for a frame of another codec or revision; *out* is then untouched.
+        A window or state for which *out* has no layers is skipped, without verification. Raises
+        ChunkCorruptError or InvalidFrameError; *out* is then undefined. Raises UnknownCodecError
+        for a frame of another codec or revision; *out* is then unchanged.
         """
         self.decode_prefix(header, frame, header.levels, out)
 
@@ -318,9 +318,9 @@ class Codec(ABC):
         out: AnyTensors,
         position: int | None = None,
     ) -> None:
-        """Verify and decode the levels 0 to *level* of a frame, whose first bytes *prefix* has.
+        """Verify and decode the levels 0 to *level* of a frame from its first bytes, *prefix*.
 
-        Keys come back as they were, or rotated as if the chunk began at *position*. Raises as
+        Keys are rotated as they were, or as if the chunk began at *position*. Raises as
         ``decode_into`` does, and InvalidFrameError for a level that the frame does not have.
         """
         self.check_header(header)
@@ -339,9 +339,9 @@ class Codec(ABC):
     def decode_checked(
         self, header: FrameHeader, index: int, data: Bytes, out: Sequence[AnyPart]
     ) -> None:
-        """Verify *data*, the stored bytes of the base segment *index*, and decode it alone.
+        """Verify and decode *data*, the stored bytes of only the base segment *index*.
 
-        Raises ChunkCorruptError or InvalidFrameError; *out* then holds rubbish.
+        Raises ChunkCorruptError or InvalidFrameError; *out* is then undefined.
         """
         check_segment(header, index, checksum(data))
         component = header.layout.components[int(header.segments[index]["component"])]
@@ -362,10 +362,10 @@ class Codec(ABC):
 
 
 class LossyCodec(Codec):
-    """Encode layers as exactly as each allows, and say in the frame how exact that was.
+    """A codec whose frames state the accuracy that their layers reached.
 
-    It has ``encode_layer``, and ``decode_layer`` or, if it never rotates keys, ``decode_segment``.
-    ``tests/contracts/lossy_codec.py`` has the suite.
+    Subclasses define ``encode_layer``, and ``decode_layer`` or, if they never rotate keys,
+    ``decode_segment``. ``tests/contracts/lossy_codec.py`` has the suite.
     """
 
     @abstractmethod
@@ -373,7 +373,7 @@ class LossyCodec(Codec):
         """As ``Codec.encode_layer``."""
 
     def encode_segment(self, parts: Sequence[Part], component: Component, out: Bytes) -> int:
-        """Encode one layer without any terms."""
+        """Encode one layer without terms."""
         return self.encode_layer(parts, LayerTerms(component), out).stored_bytes
 
     def decode_segment(self, data: Bytes, component: Component, out: Sequence[Part]) -> None:
@@ -384,7 +384,7 @@ class LossyCodec(Codec):
 def each_wanted(
     layout: KVLayout, out: AnyTensors
 ) -> Iterator[tuple[int, Component, Sequence[AnyPart]]]:
-    """Yield the segment, component and parts of each layer that *out* has room for."""
+    """Yield the segment, component and parts of each layer that *out* has."""
     first = 0
     for component, layers in zip(layout.components, out, strict=True):
         for layer, parts in enumerate(layers):
@@ -395,8 +395,8 @@ def each_wanted(
 def check_tensors(layout: KVLayout, tensors: AnyTensors, *, is_target: bool = False) -> None:
     """Raise LayoutMismatchError unless *tensors* has exactly the shapes of *layout*.
 
-    Of a target windows and states may have no layers; raises InvalidRequestError for one that
-    cannot be written to.
+    In a target, windows and states may have no layers; raises InvalidRequestError for read-only
+    memory.
     """
     if not isinstance(tensors, Sequence):
         fix = "give components, layers, parts"
@@ -431,8 +431,8 @@ def check_parts(component: Component, parts: Sequence[AnyPart]) -> None:
 
 def empty_tensors(layout: KVLayout) -> list[list[list[Part]]]:
     """Return uninitialised tensors of *layout*, as unsigned integers of the dtype's size."""
-    # One array a part: memory of that size is used again, that of a whole component comes anew from
-    # the system with every get, to be faulted in.
+    # One array per part: malloc reuses memory of that size, while memory of a whole component is
+    # mapped and faulted in again for every get.
     tensors: list[list[list[Part]]] = []
     for component in layout.components:
         shape, dtype = component.shape, np.dtype(f"u{component.dtype.item_bytes}")
@@ -454,10 +454,10 @@ CODECS = {
     "lossless": "kvstore.codecs.lossless:LosslessCodec",
     "raw": "kvstore.codecs.raw:RawCodec",
 }
-"""Module and class by name: a codec is imported once it is named."""
+"""Module and class by name; a codec is imported at first use."""
 
 REMOVED = {1: "zstd", 3: "xans", 4: "xpack", 5: "fp8", 11: "mixed"}
-"""Ids that are never used again: of codecs that are gone. A frame of one is a miss."""
+"""Ids of removed codecs, never reused. A frame of one is a miss."""
 NAMES_BY_ID = {
     0: "raw",
     2: "lossless",
@@ -483,7 +483,7 @@ REPLACED = {
     "zplane": "lossless",
     "zstd": "lossless",
 }
-"""Names that are gone, and what to write instead."""
+"""Removed names and their successors."""
 
 
 def codec_class(name: str) -> type[Codec]:
@@ -498,7 +498,7 @@ def boundless_codecs() -> list[str]:
 
 
 def codec_by_name(name: str) -> Codec:
-    """Return the codec called *name*, or *name:terms* for those that take some.
+    """Return the codec called *name*, or *name:terms* for those with terms.
 
     Raises UnknownCodecError naming the known ones.
     """
@@ -511,12 +511,12 @@ def codec_by_name(name: str) -> Codec:
 
 
 def codec_by_id(codec_id: int) -> Codec:
-    """Return the codec a frame names. Raises UnknownCodecError."""
+    """Return the codec of *codec_id*. Raises UnknownCodecError."""
     if codec_id not in NAMES_BY_ID:
         raise UnknownCodecError(codec_id, ", ".join(map(str, NAMES_BY_ID)))
     return codec_by_name(NAMES_BY_ID[codec_id])
 
 
 def codec_name(codec_id: int) -> str:
-    """Return what the codec of *codec_id* is called, be it known or not."""
+    """Return the name of the codec of *codec_id*, known or not."""
     return NAMES_BY_ID.get(codec_id) or REMOVED.get(codec_id, f"unknown-{codec_id}")

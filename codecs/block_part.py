@@ -1,5 +1,5 @@
-"""Tensors that lie in blocks of an engine's cache: a BlockPart is one of one layer of a chunk,
-BlockLayers are all layers of a component, and a BlockStack those that lie in one array.
+"""Tensors in blocks of an engine's cache: a BlockPart is one tensor of a layer of a chunk,
+BlockLayers are all layers of a component, and a BlockStack layers in one array.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class Piece(NamedTuple):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class BlockSpan:
-    """Which slots of which blocks a chunk's tokens are in, cut into pieces for numpy.
+    """The slots and blocks of a chunk's tokens, cut into pieces for numpy.
 
-    ``scattered`` has as few pieces as can be assigned to; ``gathered`` has runs of neighbours
-    only, which are read without a copy.
+    ``scattered`` has the fewest pieces that can be assigned to; ``gathered`` has only runs of
+    adjacent blocks, which are read without a copy.
     """
 
     tokens: int
@@ -77,8 +77,8 @@ class BlockSpan:
 
 
 def _runs(block_ids: NDArray[np.intp], at: int, block_tokens: int) -> Iterator[Piece]:
-    """Yield a piece for each run of blocks that follow each other in memory."""
-    ids = block_ids.tolist()  # numpy's own calls cost more than a chunk's few blocks
+    """Yield a piece for each run of adjacent blocks."""
+    ids = block_ids.tolist()  # faster than numpy calls for a chunk's few blocks
     first = 0
     for last, block in enumerate(ids):
         if last + 1 == len(ids) or ids[last + 1] != block + 1:
@@ -91,8 +91,8 @@ def _runs(block_ids: NDArray[np.intp], at: int, block_tokens: int) -> Iterator[P
 class BlockPart:
     """A tensor of (kv_heads, tokens, head_dim) in blocks. Codecs fill it and read from it.
 
-    ``pages``: (blocks, kv_heads, block_tokens, head_dim), any strides. Nothing but the span's
-    slots is touched.
+    ``pages``: (blocks, kv_heads, block_tokens, head_dim), any strides. Only the span's slots are
+    accessed.
     """
 
     pages: NDArray[Any]
@@ -134,8 +134,8 @@ class BlockPart:
         is_turned = self.pages.strides[2] < self.pages.strides[3]
         for piece in self.span.scattered:
             ours = self._in_blocks(part, piece)
-            # numpy lets go of the interpreter lock and goes block by block, in one call. It goes
-            # by the order of what it writes to: where that is turned, so is what it is told.
+            # One numpy call, without the interpreter lock. It iterates in the order of its
+            # destination, so for transposed pages both sides are transposed.
             if is_turned:
                 self.pages.swapaxes(2, 3)[piece.blocks, :, :, piece.slots] = ours.swapaxes(2, 3)
             else:
@@ -156,17 +156,17 @@ class BlockPart:
 
 
 BLOCK_ROW = 8
-"""Numbers of a row of ``scatter_summed``, proto/native/sums.c: where to, from where, how many
-units, the size of its group for the last of one, the group's sum; tokens, width and item bytes of
-what the block has turned, else 0."""
+"""Numbers of a row of ``scatter_summed``, proto/native/sums.c: destination, source, units, size of
+the group in its last row, the group's sum; tokens, width and item bytes if the block is transposed,
+else 0."""
 ROW_SUM = 4
 
 
 class Alike(NamedTuple):
-    """What ``block_rows`` has to know of layers whose parts lie in arrays of one shape and order.
+    """Layout of layers whose parts lie in arrays of one shape and order, for ``block_rows``.
 
-    ``heads``: where each head of each part begins, (layers, parts, heads, 1). ``turned``: of each
-    part, whether the elements of its tokens follow each other, and not its tokens.
+    ``heads``: address of each head of each part, (layers, parts, heads, 1). ``turned``: for each
+    part whether it is transposed, with tokens as the innermost dimension.
     """
 
     shape: tuple[int, ...]
@@ -177,7 +177,7 @@ class Alike(NamedTuple):
 
     @classmethod
     def of(cls, layers: Sequence[Sequence[NDArray[Any]]]) -> Alike | None:
-        """Return it of the pages of *layers*; None where no compiled loop copies into them."""
+        """Return the layout of the pages of *layers*; None if no compiled loop can copy to them."""
         first = layers[0] if layers else ()
         turned = [_is_turned(pages) for pages in first]
         orders = [pages.strides for pages in first]
@@ -189,7 +189,7 @@ class Alike(NamedTuple):
                 is_alike = pages.shape == shape and pages.strides == order
                 is_alike = is_alike and pages.dtype == first[0].dtype
                 if not (is_alike and pages.flags.writeable):
-                    return None  # where it may not be written, numpy refuses it
+                    return None  # numpy refuses read-only pages
                 bases.append(pages.__array_interface__["data"][0])
         block_step, head_step = orders[0][:2]
         starts = np.array(bases, np.int64).reshape(len(layers), len(first), 1, 1)
@@ -199,9 +199,9 @@ class Alike(NamedTuple):
 
 
 class BlockLayers(Sequence[list[BlockPart]]):
-    """Layers that have a chunk in the same blocks, those of *span*; *alike* or not, if None.
+    """Layers with a chunk in the same blocks, those of *span*; *alike* is their layout or None.
 
-    An engine's layers are looked at once: chunk after chunk, each look costs as much as the copy.
+    The layout is computed once for an engine: for every chunk it would cost as much as the copy.
     *pages*: those of each part of each layer.
     """
 
@@ -223,15 +223,15 @@ class BlockLayers(Sequence[list[BlockPart]]):
 
 
 class BlockStack(BlockLayers):
-    """Layers that lie in one array each of their parts.
+    """Layers in one array per part.
 
     *parts*: K and V, or latents, each (layers, blocks, kv_heads, block_tokens, head_dim), any
-    strides. A copy of all layers is one call for each part: whatever shares the interpreter with
-    the thread that copies is held up by every call.
+    strides. A copy of all layers is one call per part, as every call delays the interpreter's other
+    threads.
     """
 
     def __init__(self, parts: Sequence[NDArray[Any]]) -> None:
-        """Raises LayoutMismatchError unless the parts have one shape of five dimensions."""
+        """Raise LayoutMismatchError unless the parts have one shape of five dimensions."""
         shapes = {part.shape for part in parts}
         if len(shapes) != 1 or any(len(shape) != 5 for shape in shapes):
             fix = "give parts of one (layers, blocks, kv_heads, block_tokens, head_dim)"
@@ -243,7 +243,7 @@ class BlockStack(BlockLayers):
         self._parts = tuple(parts)
 
     def gather(self, room: NDArray[np.uint8]) -> None:
-        """Fill *room* with the layers as a raw frame has them, their parts one after another."""
+        """Fill *room* with the layers in the order of a raw frame, part after part."""
         layers, blocks, heads, tokens, width = self._parts[0].shape
         shape = layers, len(self._parts), heads, blocks, tokens, width
         typed = room.view(f"<u{self._parts[0].itemsize}").reshape(shape)
@@ -254,11 +254,11 @@ class BlockStack(BlockLayers):
 def block_rows(
     layers: Sequence[Sequence[NDArray[Any] | BlockPart]], frame: Bytes, starts: Sequence[int]
 ) -> NDArray[np.uint64] | None:
-    """Return the rows by which a compiled loop copies *layers* out of a raw *frame*: uint64 of
+    """Return the rows for a compiled loop that copies *layers* out of a raw *frame*: uint64 of
     (layers, parts, heads, blocks, BLOCK_ROW).
 
-    A layer begins at its entry of *starts*. None where they do not all lie in whole blocks of one
-    shape and order, in which tokens, or elements, follow each other in units of the loop.
+    A layer begins at its entry of *starts*. None unless all lie in whole blocks of one shape and
+    order, contiguous by tokens or by elements, in multiples of the loop's unit.
     """
     if isinstance(layers, BlockLayers):
         alike, span = layers.alike, layers.span
@@ -277,7 +277,7 @@ def block_rows(
     block_bytes = tokens * width * alike.item_bytes
     layer_rows = len(alike.turned) * heads * len(ids)
     if max(starts) + layer_rows * block_bytes > len(frame) or frame.strides != (1,):
-        return None  # refused where it is taken layer by layer
+        return None  # the copy layer by layer raises
     rows = np.zeros((len(layers), len(alike.turned), heads, len(ids), BLOCK_ROW), np.uint64)
     rows[..., 0] = alike.heads + ids * alike.block_step
     origins = np.array(starts) + frame.ctypes.data
@@ -292,9 +292,9 @@ def block_rows(
 
 
 def _is_turned(pages: NDArray[Any]) -> bool | None:
-    """Return whether the elements of the tokens of *pages* follow each other, and not its tokens.
+    """Return whether *pages* are transposed, with tokens as the innermost dimension.
 
-    None where neither does, or blocks are no units of the loop.
+    None if neither order is contiguous, or blocks are no multiples of the loop's unit.
     """
     _, _, tokens, width = pages.shape
     item, order = pages.itemsize, pages.strides[2:]
@@ -305,7 +305,7 @@ def _is_turned(pages: NDArray[Any]) -> bool | None:
 
 
 def to_dense(part: NDArray[Any] | BlockPart) -> NDArray[Any]:
-    """Return *part* as one array: itself, or a copy of what lies in blocks."""
+    """Return *part* as one array: itself, or a copy of its blocks."""
     if not isinstance(part, BlockPart):
         return part
     dense = np.empty(part.shape, part.dtype)
@@ -314,8 +314,8 @@ def to_dense(part: NDArray[Any] | BlockPart) -> NDArray[Any]:
 
 
 def check_block_ids(block_ids: Sequence[int], blocks: int) -> NDArray[np.intp]:
-    """Return *block_ids* as an index. Raises InvalidRequestError unless all are of *blocks*
-    blocks, each there once.
+    """Return *block_ids* as an index. Raises InvalidRequestError unless all are below *blocks* and
+    distinct.
     """
     try:
         ids = np.asarray(block_ids)

@@ -2,12 +2,12 @@
 
 Liu et al., CacheGen, SIGCOMM 2024, section 5.2: tokens in groups of ten, the first of a group
 in eight bits, the others as differences to it, in bins that widen with the layer's depth;
-both entropy-coded by distributions that were profiled offline for each layer and channel.
-Departures: the coder is rANS, channels share 64 distributions (ChannelModels), bins are
-in units of each head's typical delta, and what no bin holds is escaped instead of clipped.
+both entropy-coded by distributions profiled offline for each layer and channel. Departures: the
+coder is rANS, channels share 64 distributions (ChannelModels), bins are in units of each head's
+typical delta, and values outside all bins are escaped instead of clipped.
 
-Without an asset for the model there is no such codec: a generic table would be another
-algorithm under this name, and ``kvq`` is the one that needs no calibration.
+The codec requires an asset for the model: generic tables would be another algorithm, and ``kvq``
+needs no calibration.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import Accuracy, Component
 
 QUALITIES = (2.0, 1.0, 0.5, 0.25)
-"""Bin widths of the qualities 0 to 3, in those of the paper's default level, which is 1."""
+"""Bin widths of the qualities 0 to 3, relative to the paper's default level, quality 1."""
 GROUP_TOKENS = 10
 """Tokens of a group: an anchor and nine deltas to it."""
 MAX_BOOK = 64
@@ -55,7 +55,7 @@ ESCAPE = 0
 
 @dataclass(frozen=True, slots=True)
 class ChannelModels:
-    """The static distributions of one kind of symbol, and a row of them for padding."""
+    """The static distributions of one kind of symbol, and a row for padding."""
 
     table: ModelTable
     zero: int
@@ -157,8 +157,8 @@ class CachegenTables(AssetTables):
 def to_tiles(array: Table, padding: int) -> Table:
     """Return u8 (parts, heads, [tokens,] dim) as (tiles, [tokens,] channels), C-ordered.
 
-    A head is a tile where its channels are a multiple of 64; else all heads of a part are one,
-    with channels of *padding* behind them.
+    A head is a tile if its channels are a multiple of 64; else all heads of a part form one tile,
+    padded with channels of *padding*.
     """
     parts, heads, *tokens, dim = array.shape
     if dim % GROUP_CHANNELS == 0:
@@ -185,7 +185,7 @@ class Split:
 
 
 def split(values: Floats, widths: Part) -> Split | None:
-    """Quantise *values* f4 (parts, heads, tokens, dim); None where the fields cannot hold it."""
+    """Quantise *values* f4 (parts, heads, tokens, dim); None if they exceed the fields."""
     tokens = np.arange(values.shape[2])
     leads = values[:, :, ::GROUP_TOKENS]
     scales = half_up(np.abs(leads).max(3) / np.float32(127))
@@ -214,7 +214,7 @@ def split(values: Floats, widths: Part) -> Split | None:
 
 
 def join(symbols: Split, widths: Part, component: Component, out: Sequence[Part]) -> None:
-    """Write the numbers that *split* stands for into *out*, box by box."""
+    """Dequantise *symbols*, from ``split``, into *out*, box by box."""
     for part in range(component.parts):
         for head in range(component.kv_heads):
             _join_head(symbols, float(widths[part, head]), (part, head), component, out[part][head])
@@ -248,7 +248,7 @@ def _join_head(
 
 
 class CachegenCodec(AssetCodec):
-    """One layer is one stream of anchors and one of deltas. Needs an asset of its model."""
+    """A layer is one stream of anchors and one of deltas. Needs an asset of its model."""
 
     name = "cachegen"
     codec_id = 10
@@ -291,7 +291,7 @@ class CachegenCodec(AssetCodec):
 
 
 def _parse(cut: ByteCutter, component: Component, head: Coded) -> Split:
-    """Return the symbols of a layer, every length checked before it is used."""
+    """Return the symbols of a layer, checking every length before use."""
     parts, heads, tables, take = component.parts, component.kv_heads, head.tables, cut.take
     groups = -(-component.tokens // GROUP_TOKENS)
     others = component.tokens - groups

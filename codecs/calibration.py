@@ -1,9 +1,9 @@
-"""Makes the assets of codecs that need one: from chunks of a model, or dumps of its KV. Offline.
+"""Makes the assets of codecs, offline, from chunks of a model or dumps of its KV.
 
 A dump holds the tensors of a whole prompt. ``.npy``: one array (layers, parts, kv_heads, tokens,
 head_dim), parts being K and V, or one latent; uint16 stands for bfloat16. ``.safetensors``:
 tensors named ``layer.N.key`` and ``layer.N.value``, or ``layer.N.latent``, each (kv_heads, tokens,
-head_dim). Nothing in either is run.
+head_dim). Neither format can execute code.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ from kvstore.proto.types import (
 
 CHUNK_TOKENS = 256
 DUMPS = (".npy", ".safetensors")
-"""How the names of dumps end."""
+"""Suffixes of dumps."""
 _NPY_TYPES = {"uint16": DType.bfloat16, "float16": DType.float16, "float32": DType.float32}
 _SAFETENSORS_TYPES = {"BF16": DType.bfloat16, "F16": DType.float16, "F32": DType.float32}
 _NAME = re.compile(r"layer\.(\d+)\.(key|value|latent)")
@@ -64,17 +64,17 @@ _KINDS = {("key", "value"): LayerKind.attention, ("latent",): LayerKind.mla}
 
 Layers: TypeAlias = Sequence[Sequence[Part]]
 Chunk: TypeAlias = tuple[ChunkTensors, int]
-"""Tensors of a chunk, and its place in its prompt."""
+"""Tensors of a chunk, and its position in the prompt."""
 Tables: TypeAlias = dict[str, NDArray[Any]]
 Counts: TypeAlias = NDArray[np.uint32]
 
 
 @dataclass(frozen=True, slots=True)
 class Samples:
-    """What a calibration learns from: chunks of one model.
+    """Samples of a calibration: chunks of one model.
 
-    ``component`` says what a layer keeps, its tokens aside; ``rope`` is the rotary embedding
-    that the keys carry, where that is known.
+    ``component`` describes a layer, except its tokens; ``rope`` is the rotary embedding of the
+    keys, if known.
     """
 
     model_digest: bytes
@@ -84,9 +84,9 @@ class Samples:
 
 
 def make_asset(kind: AssetKind, samples: Samples, folder: Path) -> tuple[Path, Asset]:
-    """Make an asset, write it into *folder* under the next edition, return both.
+    """Make an asset, write it to *folder* as the next edition, return path and asset.
 
-    Raises InvalidRequestError, for a damaged asset in the folder, too.
+    Raises InvalidRequestError, also for a damaged asset in the folder.
     """
     if kind is not AssetKind.cachegen and samples.rope is None and samples.component.parts == 2:
         fix = "it turns keys back, and dumps do not say by what: give the model and a text"
@@ -101,7 +101,7 @@ def make_asset(kind: AssetKind, samples: Samples, folder: Path) -> tuple[Path, A
         asset = parse_asset(data)
         path = folder / asset_name(asset)
         draft = path.with_name(f".{path.name}.{os.getpid()}")
-        try:  # a reader of the folder sees all of it or nothing
+        try:  # readers of the folder never see a partial file
             draft.write_bytes(data)
             draft.replace(path)
         finally:
@@ -112,7 +112,7 @@ def make_asset(kind: AssetKind, samples: Samples, folder: Path) -> tuple[Path, A
 
 
 def cut_prompt(layers: Layers) -> Iterator[Chunk]:
-    """Yield the chunks of a prompt, views of its *layers*; a short rest is left out."""
+    """Yield the chunks of a prompt, as views of its *layers*; a short rest is left out."""
     for start, stop in chunk_spans(layers[0][0].shape[1], CHUNK_TOKENS):
         yield [[[part[:, start:stop] for part in parts] for parts in layers]], start
 
@@ -121,7 +121,7 @@ def cut_prompt(layers: Layers) -> Iterator[Chunk]:
 
 
 def read_dumps(paths: Sequence[Path], model_digest: bytes) -> Samples:
-    """Return the chunks in the dumps *paths*. Raises InvalidRequestError that names the file."""
+    """Return the chunks in the dumps *paths*. Raises InvalidRequestError, naming the file."""
     component: Component | None = None
     chunks: list[Chunk] = []
     for path in paths:
@@ -189,18 +189,18 @@ def _read_safetensors(path: Path) -> tuple[DType, LayerKind, Layers]:
     return dtype, _KINDS[names], [[layers[at][name] for name in names] for at in range(len(layers))]
 
 
-# --- what is learned
+# --- statistics
 
 
 def learn(
     kind: AssetKind, components: Sequence[Component], chunks: Sequence[Chunk],
     rope: RopeParameters | None,
 ) -> Tables:  # fmt: skip
-    """Return the tables of an asset of *kind*, by *chunks* of one model's KV.
+    """Return the tables of an asset of *kind* from *chunks* of one model's KV.
 
-    *rope* is the rotary embedding that the keys carry, None when they are to be taken as they
-    are. Raises LayoutMismatchError for another model's, InvalidRequestError for NaN and for what
-    the codec does not code.
+    *rope* is the rotary embedding of the keys; None: use them as rotated. Raises
+    LayoutMismatchError for another model's chunks, InvalidRequestError for NaN and for components
+    that the codec does not code.
     """
     for component in components:
         if not has_floats(component):
@@ -225,7 +225,7 @@ def _layers(
 
 
 def _layout_like(components: Sequence[Component], tensors: ChunkTensors) -> KVLayout:
-    """Return the layout of *components* with as many tokens as *tensors* seem to have."""
+    """Return the layout of *components* with the token count of *tensors*."""
     if len(tensors) != len(components):
         raise LayoutMismatchError("components", len(tensors), f"give {len(components)}")
     tokens = [layers[0][0].shape[1] for layers in tensors]
@@ -250,7 +250,7 @@ _ROUNDS = 12
 _TRAINED_CHANNELS = 1 << 15
 _BLOCK_CHANNELS = 1 << 13
 _COMMON_SHARE = 0.01
-"""What every distribution has of that of all channels, for symbols it never saw."""
+"""Share of the distribution of all channels in each, for symbols without samples."""
 
 
 def _cachegen_tables(components: Sequence[Component], chunks: Sequence[ChunkTensors]) -> Tables:
@@ -315,11 +315,11 @@ def _rows(counts: Sequence[Counts]) -> Counts:
 
 
 def _share(counts: Counts) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
-    """Return at most MAX_BOOK rows of frequencies for *counts* (channels, symbols), and whose is
-    which.
+    """Return at most MAX_BOOK rows of frequencies for *counts* (channels, symbols), and the row of
+    each channel.
 
-    Lloyd's algorithm under the cost of coding, from channels spread over spread and centre;
-    the same counts give the same rows.
+    Lloyd's algorithm with coding cost as the distance, seeded with channels over the whole range of
+    spread and centre; deterministic.
     """
     sample = counts[:: max(1, len(counts) // _TRAINED_CHANNELS)]
     common = counts.sum(0, dtype=np.float64) + 1.0
@@ -333,7 +333,7 @@ def _share(counts: Counts) -> tuple[NDArray[np.uint16], NDArray[np.uint8]]:
 
 
 def _seeds(counts: Counts) -> NDArray[np.float64]:
-    """Return the counts of MAX_BOOK channels, evenly along how wide they are, and then where."""
+    """Return the counts of MAX_BOOK channels, evenly spaced in order of spread, then mean."""
     symbol = np.arange(counts.shape[1])
     total = np.maximum(1, counts.sum(1))
     mean = counts @ symbol / total
@@ -357,7 +357,7 @@ def _frequencies(counts: NDArray[np.float64], common: NDArray[np.float64]) -> ND
 
 
 def _cheapest(counts: Counts, rows: NDArray[np.uint16]) -> NDArray[np.uint8]:
-    """Return for each channel of *counts* which of *rows* codes it in the fewest bits."""
+    """Return for each channel of *counts* the index in *rows* that codes it in the fewest bits."""
     bits = -np.log2(rows / SLOTS).astype(np.float32).T
     picks = np.empty(len(counts), np.uint8)
     for at in range(0, len(counts), _BLOCK_CHANNELS):
@@ -366,19 +366,19 @@ def _cheapest(counts: Counts, rows: NDArray[np.uint16]) -> NDArray[np.uint8]:
     return picks
 
 
-# --- kvtc and kvq: keys turned back
+# --- kvtc and kvq: keys before rotation
 
 _LEAST_DEVIATION = 1e-6
 _SHARP = 4.2
-"""Fourth moment, in squares of the variance, from which on a channel is coded as a Laplace
-distribution, which has 6; a normal one has 3."""
+"""Kurtosis from which on a channel is coded as a Laplace distribution, which has 6; a normal one
+has 3."""
 
 
 def _turned_tables(
     learner: type[_Covariances | _Moments], components: Sequence[Component],
     chunks: Sequence[Chunk], rope: RopeParameters | None,
 ) -> Tables:  # fmt: skip
-    """Return what *learner* finds; the first tokens of a prompt are left out."""
+    """Return the tables of *learner*; the first tokens of a prompt are left out."""
     frequencies = [_frequencies_of(component, rope) for component in components]
     learners, counts = [learner(component) for component in components], [0] * len(components)
     for tensors, position in chunks:
@@ -405,7 +405,7 @@ def _turned_tables(
 
 
 def _frequencies_of(component: Component, rope: RopeParameters | None) -> Floats | None:
-    """Return what a component's keys are turned back by; None where they are not. Raises."""
+    """Return the frequencies that undo a component's rotation; None: not rotated. Raises."""
     if rope is None or rope.scaling == "none" or component.parts != 2:
         return None
     found = inverse_frequencies(rope, component.head_dim)
@@ -417,8 +417,8 @@ def _frequencies_of(component: Component, rope: RopeParameters | None) -> Floats
 class _Covariances:
     """Means and covariances of a component, for kvtc.
 
-    Holds channels^2 float64 numbers for each part of each layer: 540 MB for a model of 32
-    layers with 8 heads of 128.
+    Takes channels^2 float64 numbers for each part of each layer: 540 MB for a model of 32 layers
+    with 8 heads of 128.
     """
 
     def __init__(self, component: Component) -> None:
@@ -448,7 +448,7 @@ class _Covariances:
             vectors = vectors * np.sign(vectors[np.abs(vectors).argmax(0), np.arange(channels)])
             bases[at], variances[at] = vectors, values
             deviations[at] = max(np.sqrt(values.mean()), _LEAST_DEVIATION)
-        # What the finest step cannot see is never coded.
+        # Components far below the finest step are never coded.
         least = (deviations[..., None] * min(RATIOS) / 4) ** 2
         kept = max(1, int((variances >= least).sum(-1).max()))
         return {

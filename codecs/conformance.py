@@ -1,8 +1,8 @@
 """Check another implementation of docs/format.md: the frames that it writes, and its reader.
 
-Writer: each frame is read in the order of that page, and decoded; bytes that have to be zeros are.
-Reader: a command is given frames, and must print their decoded bytes; it must refuse, with an exit
-status other than 0, copies in which one thing is wrong.
+Writer: each frame is decoded by that page's rules; reserved bytes must be zeros. Reader: a command
+gets the path of a frame, and must print its decoded bytes; for copies with one fault it must exit
+with a status other than 0.
 """
 
 from __future__ import annotations
@@ -34,12 +34,12 @@ from kvstore.proto.frame import (
 from kvstore.proto.types import Accuracy, DType
 
 READ_WITHIN_S = 60.0
-"""What a reader may take for one frame."""
+"""Time limit of a reader for one frame."""
 _FLOATS = (DType.bfloat16, DType.float16, DType.float32)
 _SUM = slice(184, 192)
 
 Reader = Callable[[Path], bytes | None]
-"""The file of a frame to its decoded bytes; None for one that is refused."""
+"""Maps a frame's file to its decoded bytes; None for one that it refuses."""
 
 
 class Decoded(NamedTuple):
@@ -50,7 +50,7 @@ class Decoded(NamedTuple):
 
 
 def decode(frame: Bytes) -> Decoded:
-    """Verify *frame*, which may be of a rectangle, and decode it.
+    """Verify *frame*, which may be a shard, and decode it.
 
     Raises InvalidFrameError, ChunkCorruptError or UnknownCodecError.
     """
@@ -65,9 +65,9 @@ def decode(frame: Bytes) -> Decoded:
 
 
 def check_written(frame: Bytes) -> Decoded:
-    """Decode *frame*, and check what readers do not look at.
+    """Decode *frame*, and check the bytes that readers ignore.
 
-    Raises as ``decode``, and InvalidFrameError for reserved bytes or gaps that are no zeros.
+    Raises as ``decode``, and InvalidFrameError for reserved bytes or gaps that are not zeros.
     """
     decoded = decode(frame)
     header = decoded.header
@@ -85,9 +85,9 @@ def check_written(frame: Bytes) -> Decoded:
 
 
 def _changes(header: FrameHeader) -> Iterator[tuple[str, int, bytes]]:
-    """Yield what no header like *header* may say, where, and its bytes, as docs/format.md has it.
+    """Yield faults of headers like *header*, by docs/format.md: name, offset and bytes.
 
-    Its checksum will be right, but not its meaning.
+    The checksum will be valid, but not the content.
     """
 
     def u(size: int, number: int) -> bytes:
@@ -134,7 +134,7 @@ def _changes(header: FrameHeader) -> Iterator[tuple[str, int, bytes]]:
 
 
 def damaged(header: FrameHeader, frame: bytes) -> Iterator[tuple[str, bytes]]:
-    """Yield copies of *frame*, of which *header* is right, that every reader refuses, and why."""
+    """Yield the fault and the bytes of damaged copies of the valid *frame* with *header*."""
     size = header.header_bytes
     yield "empty", b""
     for at in (1, 191, size - 1, size, len(frame) // 2, len(frame) - 1):
@@ -157,9 +157,9 @@ def damaged(header: FrameHeader, frame: bytes) -> Iterator[tuple[str, bytes]]:
 
 
 def check_reader(read: Reader, path: Path, decoded: Decoded, folder: Path) -> Iterator[str]:
-    """Yield what *read* does wrong with the frame in *path*, and with damaged copies in *folder*.
+    """Yield faults of *read* with the frame in *path*, and with damaged copies in *folder*.
 
-    What is lossy may differ by one step of its dtype.
+    Values of lossy frames may differ by one step of their dtype.
     """
     header, frame = decoded.header, path.read_bytes()
     found = read(path)
@@ -181,7 +181,7 @@ def check_reader(read: Reader, path: Path, decoded: Decoded, folder: Path) -> It
 
 
 def _steps_apart(header: FrameHeader, found: bytes, expected: bytes) -> int:
-    """Return how far apart two decoded chunks are, in steps of their dtypes; one is none."""
+    """Return the distance of two chunks in steps of their dtypes; a lossy one's step is ignored."""
     most = at = 0
     for component in header.layout.components:
         stop = at + component.layers * component.layer_bytes
@@ -191,7 +191,7 @@ def _steps_apart(header: FrameHeader, found: bytes, expected: bytes) -> int:
 
 
 def _ordered(data: bytes, dtype: DType) -> NDArray[np.int64]:
-    """Return elements as integers of their order: of neighbours the difference is 1."""
+    """Return elements as integers in numeric order, where neighbours differ by 1."""
     bits = np.frombuffer(data, f"<u{dtype.item_bytes}").astype(np.int64)
     if dtype not in _FLOATS:
         return bits
@@ -218,7 +218,7 @@ def _reader_of(command: Sequence[str]) -> Reader:
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
-    """Print a line a frame; return 0 if all is right, 1 if not, 2 where a file is missing."""
+    """Print a line per frame; return 0 if all are valid, 1 if not, 2 if a file is unreadable."""
     parser = argparse.ArgumentParser("python -m kvstore.codecs.conformance", description=__doc__)
     parser.add_argument("frames", metavar="FRAME", nargs="+", type=Path)
     parser.add_argument("--asset", metavar="FILE", nargs="+", type=Path, default=[])

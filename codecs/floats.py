@@ -1,7 +1,7 @@
-"""Stored numbers as float32 and back: bit patterns in, bit patterns out.
+"""Conversion between stored bit patterns and float32.
 
-numpy knows no bfloat16, so the parts of a chunk come as unsigned integers; the lossy codecs
-compute in float32, which holds all three float types exactly.
+numpy has no bfloat16, so the parts of a chunk are unsigned integers; the lossy codecs compute in
+float32, which represents all three float types exactly.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ Floats: TypeAlias = NDArray[np.float32]
 Halves: TypeAlias = NDArray[np.float16]
 
 FLOAT_TYPES = frozenset({DType.bfloat16, DType.float16, DType.float32})
-"""The types a lossy codec takes; the others are lossy already, or no numbers."""
+"""The types that lossy codecs code; the others are already quantised, or are no numbers."""
 
 _EXPONENTS = {DType.bfloat16: 0x7F80, DType.float16: 0x7C00, DType.float32: 0x7F800000}
 _LARGEST_HALF = np.float32(65504)
 
 
 def has_floats(component: Component) -> bool:
-    """Whether it has numbers that may lose some of their precision: no states, no codes."""
+    """Return whether lossy codecs may code it: it has floats and is no state."""
     return component.dtype in FLOAT_TYPES and component.kind is not LayerKind.state
 
 
 def is_finite(bits: NDArray[Any], dtype: DType) -> bool:
-    """Whether *bits*, unsigned integers, hold neither NaN nor infinity of *dtype*."""
+    """Return whether *bits*, unsigned integers of *dtype*, have neither NaN nor infinity."""
     mask = bits.dtype.type(_EXPONENTS[dtype])
     return bool((bits & mask).max() != mask)
 
@@ -49,8 +49,8 @@ def to_float32(bits: NDArray[Any], dtype: DType) -> Floats:
 def from_float32(values: Floats, dtype: DType, out: NDArray[Any]) -> None:
     """Round *values*, finite and below 2^127, into *out*: unsigned integers of *dtype*'s size.
 
-    To nearest, ties to even; what float16 cannot hold becomes its largest number. *values* may
-    be overwritten.
+    To nearest, ties to even; values beyond float16 become its largest number. *values* may be
+    overwritten.
     """
     if dtype is DType.bfloat16:
         wide = values.view(np.uint32)
@@ -68,12 +68,12 @@ def from_float32(values: Floats, dtype: DType, out: NDArray[Any]) -> None:
 
 
 def half_up(values: Floats) -> Halves:
-    """Return the least float16 that is no less than each of *values*; infinity if none."""
+    """Return the least float16 >= each of *values*; infinity if none."""
     return _half_towards(values, np.inf)
 
 
 def half_down(values: Floats) -> Halves:
-    """Return the greatest float16 that is no more than each of *values*; -infinity if none."""
+    """Return the greatest float16 <= each of *values*; -infinity if none."""
     return _half_towards(values, -np.inf)
 
 
@@ -88,7 +88,7 @@ def _half_towards(values: Floats, limit: float) -> Halves:
 
 
 def largest_error(found: Floats, wanted: Floats) -> float:
-    """Return the largest |found - wanted|, rounded up where float32 cannot hold it."""
+    """Return the largest |found - wanted|, rounded up to the next float32."""
     error = np.abs(found - wanted).max(initial=np.float32(0))
     return float(np.nextafter(error, np.float32(np.inf))) if error else 0.0
 
@@ -100,14 +100,14 @@ def check_scales(scales: NDArray[Any]) -> None:
 
 
 class ByteCutter:
-    """Takes typed views from bytes, one behind the other, as far as there are any."""
+    """Cuts bytes into consecutive typed views."""
 
     def __init__(self, data: Bytes, at: int = 0) -> None:
         self._data = data
         self.at = at
 
     def take(self, dtype: str, count: int) -> NDArray[Any]:
-        """Return the next *count* elements. Raises InvalidFrameError where there are fewer."""
+        """Return the next *count* elements. Raises InvalidFrameError if there are fewer."""
         start = self.at
         self.at += count * np.dtype(dtype).itemsize
         if self.at > len(self._data):

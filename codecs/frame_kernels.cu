@@ -1,15 +1,15 @@
-// What is done to frames that lie on a CUDA device: checksums, and rows between a frame and an
-// engine's pages. Compiled at run time; codecs/frame_kernels.py launches it and says what the
-// arguments are. Tests also compile this file for the CPU, where threads run one by one: so no
-// thread here ever waits for another.
+// Kernels for frames in a CUDA device's memory: checksums, and copies of rows between a frame and
+// an engine's pages. Compiled at run time; codecs/frame_kernels.py launches them and documents the
+// arguments. Tests also compile this file for the CPU, where threads run one by one: no thread may
+// wait for another.
 //
 // The checksum is XXH3_64 with seed 0 (Yann Collet, xxHash 0.8, the specification's "XXH3").
-// Its long form adds up the sixteen 64-byte stripes of a 1 KiB block into eight accumulators
-// and scrambles them after each block. The sums do not depend on what was accumulated before,
-// so all blocks are summed side by side (sum_blocks, which reads the memory) and only one
-// addition and one scramble a block are done in order (chain_blocks, on a sixteenth of it), for
-// each accumulator by a thread of its own; finish_segments makes the checksum of them.
-// Rows that go to pages in words of 16 bytes are summed as they pass (scatter_and_sum).
+// Its long form adds the sixteen 64-byte stripes of a 1 KiB block to eight accumulators and
+// scrambles them after each block. A block's sums do not depend on earlier blocks, so all blocks
+// are summed in parallel (sum_blocks, which reads the memory). Only one addition and one scramble
+// per block are sequential (chain_blocks, on a sixteenth of the data), with a thread for each
+// accumulator; finish_segments computes the checksum from them.
+// Rows copied to pages in words of 16 bytes are summed in the same pass (scatter_and_sum).
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -140,7 +140,7 @@ __device__ static u64 full_blocks(u64 size) {
 
 __device__ static u64 product(u64 keyed) { return (keyed & 0xFFFFFFFFULL) * (keyed >> 32); }
 
-// What a thread has of a block: two accumulators, 16 bytes of each stripe.
+// A thread's share of a block: two accumulators, 16 bytes of each stripe.
 struct PairOfSums {
     u64 keys[STRIPES + 1];
     u64 even = 0, odd = 0;
@@ -156,14 +156,14 @@ struct PairOfSums {
     }
 };
 
-// What kernels are told of frames. All frames of a launch have the same segments, rows and shapes;
-// frames[2 * f] is where frame f begins in memory, frames[2 * f + 1] the slot of its first token.
+// Arguments of kernels. All frames of a launch have the same segments, rows and shapes;
+// frames[2 * f] is the offset of frame f in memory, frames[2 * f + 1] the slot of its first token.
 struct Segment {
     u64 offset, size, first_block, first_row; /* offset: in the frame; first_block: among its own */
 };
 
-// Grid: (any, frames x segments). Four threads a block of input, two accumulators each, 16 bytes a
-// load.
+// Grid: (any, frames x segments). Four threads per block of input, two accumulators each, 16 bytes
+// per load.
 extern "C" __global__ void sum_blocks(
     const u8* memory, const u64* frames, const Segment* segments, u64* sums, u32 segment_count,
     u32 frame_blocks
@@ -199,8 +199,8 @@ __device__ static void add_stripe(u64* values, const u8* p, const u8* secret) {
 __device__ const u64 STARTS[LANES] = {P32_3, P64_1, P64_2, P64_3, P64_4, P32_2, P64_5, P32_1};
 static const u32 BLOCKS_AHEAD = 32;
 
-// One thread a lane of a segment of all frames, *total* segments: what an accumulator is behind all
-// blocks takes the place of its first sum. So many sums are on their way to a thread at once.
+// One thread per lane of a segment of all frames, *total* segments. The accumulator after all
+// blocks replaces its first sum. BLOCKS_AHEAD sums are loaded at once.
 extern "C" __global__ void chain_blocks(
     const Segment* segments, u64* sums, u32 segment_count, u32 frame_blocks, u32 total
 ) {
@@ -245,7 +245,7 @@ __device__ static u64 hash_of_long(const u8* p, u64 size, const u64* sums) {
     return avalanche(hash);
 }
 
-// One thread a segment of all frames, behind chain_blocks. *total*: how many these are.
+// One thread per segment of all frames, *total* segments; after chain_blocks.
 extern "C" __global__ void finish_segments(
     const u8* memory, const u64* frames, const Segment* segments, const u64* sums,
     u64* hashes, u32 segment_count, u32 frame_blocks, u32 total
@@ -265,8 +265,8 @@ extern "C" __global__ void finish_segments(
     hashes[number] = hash;
 }
 
-// Grid: (any, frames). *count* words of eight bytes from *before* bytes before each frame on, and
-// zeros for those past the end of memory.
+// Grid: (any, frames). Reads *count* words of eight bytes from *before* bytes before each frame on;
+// zeros past the end of memory.
 extern "C" __global__ void read_words(
     const u8* memory, const u64* frames, u64* out, u64 memory_bytes, u32 before, u32 count
 ) {
@@ -280,22 +280,22 @@ extern "C" __global__ void read_words(
 
 // --- rows of head_dim elements between a raw frame and an engine's pages
 //
-// A row of the table is one part of one layer: (kv_heads, tokens, head_dim) without gaps in the
-// frame. Token t of a component whose first token is f lies in slot first_slot + f + t of its block
-// table: in block slot / block_tokens of it. A block that is SKIPPED is neither read nor written.
-// Neighbouring threads take neighbouring words of the frame.
+// A row of the table is one part of one layer: (kv_heads, tokens, head_dim), contiguous in the
+// frame. Token t of a component whose first token is f lies in slot first_slot + f + t, in block
+// slot / block_tokens of its block table. A SKIPPED block is neither read nor written. Adjacent
+// threads take adjacent words of the frame.
 struct Shape {
     u64 tokens, heads, row_bytes, first_token, block_tokens, block_stride, token_stride, head_stride;
 };
 
 struct Row {
-    u64 page, offset, table, shape; /* the address of the pages; where in the frame; which ones */
+    u64 page, offset, table, shape; /* address of the pages; offset in the frame; indexes */
 };
 
 static const u64 SKIPPED = ~0ULL;
 static const u32 WORDS_AHEAD = 4;
 
-// Grid: (any, frames x rows). So many words are on their way to a thread at once.
+// Grid: (any, frames x rows). A thread loads WORDS_AHEAD words at once.
 #define MOVE_ROWS(NAME, WORD, FROM, TO)                                                         \
     extern "C" __global__ void NAME(                                                            \
         u8* memory, const u64* frames, const Row* rows, const Shape* shapes, const u64* blocks, \
@@ -344,10 +344,10 @@ MOVE_BOTH_WAYS(4, u32)
 MOVE_BOTH_WAYS(2, u16)
 MOVE_BOTH_WAYS(1, u8)
 
-// What scatter_16 and sum_blocks do, in one pass over the memory.
-// Grid: (any, frames x segments). A segment is a layer, one part behind the other. Four threads a
-// block of input; so many stripes are on their way to a thread at once, before it stores any: no
-// load is put off behind a store that might change what it reads.
+// scatter_16 and sum_blocks in one pass over the memory.
+// Grid: (any, frames x segments). A segment is a layer, part after part. Four threads per block of
+// input; a thread loads STRIPES_AHEAD stripes before it stores any, so that no load waits for a
+// store that might alias it.
 static const u32 STRIPES_AHEAD = 8;
 
 extern "C" __global__ void scatter_and_sum(

@@ -1,4 +1,4 @@
-"""The kernels of frame_kernels.cu: what they are given, and how CUDA compiles and runs them."""
+"""The kernels of frame_kernels.cu: their arguments, compilation and launches."""
 
 from __future__ import annotations
 
@@ -35,11 +35,11 @@ SOURCE = Path(__file__).with_suffix(".cu")
 COMPILER_FLAGS = ("-std=c++17",)
 THREADS = 128
 MAX_GRID_X = 4096
-"""Threads of a larger job take several pieces each."""
+"""In a larger job each thread takes several pieces."""
 MAX_GRID_Y = 65535
-"""CUDA's own limit; a larger job takes several launches."""
+"""CUDA's limit; a larger job takes several launches."""
 MAX_PLANS = 16
-"""Layouts and pages whose tables stay on the device."""
+"""Pairs of layout and pages whose tables stay on the device."""
 _SHORT_BYTES = 240
 _BLOCK_BYTES = 1024
 _LANES = 8
@@ -48,7 +48,7 @@ _WORD_BYTES = 16
 """The largest word that a thread moves."""
 
 Argument: TypeAlias = "torch.Tensor | np.uint32 | np.uint64"
-"""What a kernel takes: memory, or a number of exactly its parameter's size."""
+"""A kernel's argument: memory, or a number of exactly its parameter's size."""
 
 Launch: TypeAlias = Callable[[str, tuple[int, int], Sequence[Argument]], None]
 """Queue a kernel by name on torch's current stream: the grid, in blocks of THREADS."""
@@ -61,13 +61,13 @@ def run(launch: Launch, name: str, grid: tuple[int, int], *arguments: Argument |
 
 @dataclass(frozen=True, slots=True)
 class _Segments:
-    """Where the segments of a frame lie, and how many blocks are summed of each."""
+    """The segments of a frame, and their blocks to sum."""
 
     count: int
     blocks: int
-    """Of the whole frame."""
+    """Blocks of the whole frame."""
     most_blocks: int
-    """Of one segment."""
+    """Largest number of blocks of one segment."""
     table: torch.Tensor
     """On the device, a row each: offset, size, blocks before it, its first row of the pages."""
 
@@ -88,22 +88,22 @@ class _Segments:
 
 @dataclass(frozen=True, slots=True)
 class _Plan:
-    """What all frames of one layout and the same pages have in common, on the device."""
+    """Device tables shared by all frames of one layout and the same pages."""
 
     pages: tuple[Pages, ...]
-    """Kept, so that no other pages are taken for them."""
+    """Referenced, so that their id stays unique."""
     segments: _Segments
     rows: torch.Tensor
     """A row for each part of each layer: address, offset in the frame, table, shape."""
     shapes: torch.Tensor
     row_count: int
     word_bytes: int
-    """The largest word that every row on both sides is made of, wherever frames begin."""
+    """The largest word that divides every row on both sides, regardless of the frame's start."""
     most_row_bytes: int
 
 
 class LaunchedKernels(FrameKernels):
-    """The kernels, whatever *launch* runs them on. *device* is where their tables go."""
+    """The kernels, run by *launch*. *device* holds their tables."""
 
     def __init__(self, device: torch.device, launch: Launch) -> None:
         self._device = device
@@ -133,7 +133,7 @@ class LaunchedKernels(FrameKernels):
     def _finish(
         self, segments: _Segments, summed: Sequence[torch.Tensor], counts: Sequence[int]
     ) -> Sums:
-        """Make checksums of the sums of blocks; *counts* says how many segments a frame has."""
+        """Compute checksums from the sums of blocks; *counts* has each frame's segments."""
         memory, frames, sums = summed
         total, hashes = sum(counts), self._empty(sum(counts))
         sizes = (segments.count, segments.blocks, total)
@@ -162,8 +162,8 @@ class LaunchedKernels(FrameKernels):
         paged: Paged,
         tables: DeviceTables | None = None,
     ) -> Sums:
-        """Sum words as they are copied, where all rows are made of the largest and all are copied:
-        each is read once, and what was copied is what was summed.
+        """Copy and sum in one pass if all rows consist of the largest words and all are copied:
+        each word is read once, so the copied bytes are those summed.
         """
         plan = self._plan(frames[0].header, paged)
         if paged.shard is not None or self._word(plan, memory, frames) != _WORD_BYTES:
@@ -230,7 +230,7 @@ class LaunchedKernels(FrameKernels):
         return int(np.gcd.reduce([plan.word_bytes, *starts]))
 
     def _plan(self, header: FrameHeader, paged: Paged) -> _Plan:
-        """Return what is made once for frames like that of *header* and these pages."""
+        """Return the cached plan for frames like that of *header* and these pages."""
         offset = int(header.segments["offset"][0])
         key = header.layout, offset, id(paged.pages), paged.shard
         with self._lock:
@@ -276,7 +276,7 @@ class LaunchedKernels(FrameKernels):
 
 
 def _shape(component: Component, pages: Pages) -> tuple[int, ...]:
-    """Return the kernels' Shape: what all rows of a component are like."""
+    """Return the kernels' Shape, common to all rows of a component."""
     row_bytes = component.head_dim * component.dtype.item_bytes
     return (
         component.tokens, component.kv_heads, row_bytes, component.first_token,
@@ -285,7 +285,7 @@ def _shape(component: Component, pages: Pages) -> tuple[int, ...]:
 
 
 def _frame_cuts(frames: int, rows: int) -> list[slice]:
-    """Cut *frames* of so many rows of a grid into as many as one launch takes."""
+    """Cut *frames*, each of *rows* rows of a grid, into launches."""
     return grid_cuts(frames, max(1, MAX_GRID_Y // rows))
 
 
@@ -308,11 +308,11 @@ def brought(numbers: torch.Tensor) -> Callable[[], NDArray[np.int64]]:
 def device_table(
     device: torch.device, *columns: Sequence[int] | NDArray[Any]
 ) -> list[torch.Tensor]:
-    """Return *columns* as int64 on *device*, sent in one copy that the host does not wait for."""
+    """Return *columns* as int64 on *device*, by one asynchronous copy."""
     arrays = [np.asarray(column, np.int64) for column in columns]
     stops = np.cumsum([len(array) for array in arrays]).tolist()
-    # From pageable memory torch would wait for all that is queued. It keeps pinned memory until
-    # the copy out of it is done.
+    # From pageable memory torch would wait for all queued work. It keeps pinned memory until the
+    # copy is done.
     rows = torch.empty(stops[-1], dtype=torch.int64, pin_memory=device.type == "cuda")
     np.concatenate(arrays, out=rows.numpy())
     table = rows.to(device, non_blocking=True)
@@ -320,13 +320,13 @@ def device_table(
 
 
 def grid_cuts(rows: int, most: int | None = None) -> list[slice]:
-    """Cut the rows of a grid into as many as one launch takes, *most* or CUDA's limit."""
+    """Cut the rows of a grid into launches of at most *most*, or CUDA's limit."""
     step = min(most or MAX_GRID_Y, MAX_GRID_Y)
     return [slice(at, min(at + step, rows)) for at in range(0, rows, step)]
 
 
 def grid_of(threads: int, block_threads: int = THREADS) -> int:
-    """Return how many blocks make *threads*, or as many as a grid should have."""
+    """Return the number of blocks for *threads*, at most MAX_GRID_X."""
     return min(MAX_GRID_X, -(-threads // block_threads))
 
 
@@ -358,11 +358,10 @@ class _TorchStream:
 def cuda_launcher(
     index: int, sources: tuple[Path, ...] = (SOURCE,), threads: int = THREADS
 ) -> Launch:
-    """Compile *sources*, one behind the other, for the CUDA device number *index*.
+    """Compile *sources*, concatenated, for the CUDA device number *index*.
 
-    Returns how to run their kernels, in blocks of *threads*.
-
-    cupy keeps what it compiled in a folder of the user's, so only the first start waits.
+    Returns the launcher of their kernels, in blocks of *threads*. cupy caches compiled kernels in a
+    folder of the user, so only the first start waits.
     """
     cupy = import_cupy()
     text = "".join(source.read_text() for source in sources)
@@ -381,7 +380,7 @@ def cuda_launcher(
             np.uint64(value.data_ptr()) if isinstance(value, torch.Tensor) else value
             for value in arguments
         )
-        # torch.cuda.current_stream makes an object of it, which takes longer than the launch.
+        # torch.cuda.current_stream creates an object, which takes longer than the launch.
         stream = stream_of(torch._C._cuda_getCurrentRawStream(index))
         with cupy.cuda.Device(index), stream:
             function(name)((*grid, 1), (threads, 1, 1), given)

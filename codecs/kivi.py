@@ -1,12 +1,12 @@
-"""The kivi codec: whole numbers under the scale of a group of 64, part by part.
+"""The kivi codec: integers with a scale per group of 64, part by part.
 
 Groups run over tokens for keys and over channels for values and latents, as in KIVI (Liu et
-al., ICML 2024, section 3.2); the last tokens, which fill no group of keys, keep their bits.
+al., ICML 2024, section 3.2); the last tokens, which fill no group of keys, are stored exactly.
 Four and two bits are asymmetric, with a float16 scale and minimum; eight bits are symmetric.
 
 Scales are rounded up and minima down, so that no number lies outside its group's range:
-|error| <= scale / 2, but for float32 arithmetic and the rounding to the part's dtype. A part for
-which that does not hold keeps its bits. The bytes are in docs/format.md.
+|error| <= scale / 2, except for float32 arithmetic and the rounding to the part's dtype. A part
+that violates this is stored exactly. docs/format.md specifies the bytes.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ HEAD_BYTES = 8
 GROUP = 64
 _AS_IT_IS, _CODED = 0, 1
 _BOX_ITEMS, _BOX_DIMS = 1 << 15, 1024
-"""Numbers computed with at a time, so that scratch stays in the second-level cache."""
+"""Numbers processed at a time, so that scratch stays in the second-level cache."""
 
 Box: TypeAlias = tuple[slice, slice, slice]
 Codes: TypeAlias = NDArray[np.uint8]
 Quantised: TypeAlias = tuple[Codes, Floats]
 Groups: TypeAlias = tuple[Halves, Halves | None, Codes, Floats]
-"""Of one box: scales, minima, codes, and what these stand for."""
+"""Of one box: scales, minima, codes, and their dequantised values."""
 
 
 class Loops:
-    """The loops of one path. Arrays are C-ordered; groups are of tokens or of channels."""
+    """The compiled loops of one path. Arrays are C-ordered; groups are of tokens or channels."""
 
     def __init__(self, path: str | None = None) -> None:
         self._native = native.loops(path)
@@ -70,11 +70,10 @@ class Loops:
     def quantise(
         self, values: Floats, scale: Floats, base: Floats | None, levels: int, by_token: bool
     ) -> Quantised | None:
-        """Return codes and what they stand for.
+        """Return codes and their dequantised values.
 
-        Without minima, *base*, codes are signed and go from -levels to levels, else from 0. None
-        when a number is further from what its code stands for than half a scale, float32
-        arithmetic aside.
+        Without minima, *base*, codes are signed, from -levels to levels, else from 0 to levels.
+        None when an error exceeds half a scale, apart from float32 arithmetic.
         """
         codes, back = np.empty(values.shape, np.uint8), np.empty(values.shape, np.float32)
         arrays = (values, scale, np.zeros_like(scale) if base is None else base, codes, back)
@@ -85,7 +84,7 @@ class Loops:
         return None if off else (codes, back)
 
     def expand(self, codes: Codes, scale: Floats, base: Floats | None, by_token: bool) -> Floats:
-        """Return what *codes* stand for."""
+        """Return the dequantised values of *codes*."""
         values = np.empty(codes.shape, np.float32)
         arrays = (codes, scale, np.zeros_like(scale) if base is None else base, values)
         self._native.grouped_expand(*addresses(*arrays), *codes.shape, by_token, base is None)
@@ -93,10 +92,10 @@ class Loops:
 
 
 class KiviCodec(LossyCodec):
-    """``kivi:8``, ``kivi:4`` and ``kivi:2``, of so many bits a number.
+    """``kivi:8``, ``kivi:4`` and ``kivi:2``, of that many bits per number.
 
     Eight bits are -127 to 127 times the scale; fewer are 0 to 15, or 0 to 3, times the scale above
-    the minimum. With *loops* these compute, else the compiled ones.
+    the minimum. *loops* default to those of the fastest path.
     """
 
     name = "kivi"
@@ -120,7 +119,7 @@ class KiviCodec(LossyCodec):
     def _encode_part(
         self, bits: Part, component: Component, by_token: bool, out: Bytes
     ) -> float | None:
-        """Code *bits*; return the largest error, or None where the promise cannot be kept."""
+        """Code *bits*; return the largest error, or None if the error bound cannot be kept."""
         if not has_floats(component):
             return None
         if not all(is_finite(bits[box], component.dtype) for box in boxes(component.shape)):
@@ -128,7 +127,7 @@ class KiviCodec(LossyCodec):
         fields, error = _Fields.of(out, component, by_token, self.bits), 0.0
         grouped = fields.codes.shape[1]
         if not grouped:
-            return None  # too few tokens for a group: nothing would be coded
+            return None  # too few tokens for a group
         for box in boxes((component.kv_heads, grouped, component.head_dim)):
             values = to_float32(bits[box], component.dtype)
             found = self._fit(values, by_token)
@@ -145,9 +144,9 @@ class KiviCodec(LossyCodec):
         return error
 
     def _fit(self, values: Floats, by_token: bool) -> Groups | None:
-        """Quantise a box; None where float16 cannot hold a scale or the promise is not kept."""
+        """Quantise a box; None if a scale exceeds float16 or the error bound is not kept."""
         low, high = self.loops.bounds(values, by_token)
-        for extreme in (low, high):  # of two zeros, paths may take either
+        for extreme in (low, high):  # paths may differ in the sign of zero
             extreme += np.float32(0)
         levels = 127 if self.bits == 8 else (1 << self.bits) - 1
         base = None if self.bits == 8 else half_down(low)
@@ -161,7 +160,7 @@ class KiviCodec(LossyCodec):
         return None if found is None else (scale, base, *found)
 
     def _decode_part(self, data: Bytes, component: Component, by_token: bool, out: Part) -> None:
-        """Decode *data* into *out*. Raises InvalidFrameError for scales never written."""
+        """Decode *data* into *out*. Raises InvalidFrameError for invalid scales or minima."""
         fields = _Fields.of(data, component, by_token, self.bits)
         check_scales(fields.scales)
         if fields.minima is not None and not np.isfinite(fields.minima).all():
@@ -184,7 +183,7 @@ class KiviCodec(LossyCodec):
 
     @override
     def encode_layer(self, parts: Sequence[Part], layer: LayerTerms, out: Bytes) -> EncodedLayer:
-        """Encode one layer into *out*; exact when no part of it could be coded."""
+        """Encode one layer into *out*; exact if no part could be coded."""
         component, accuracy, error, end = layer.component, Accuracy.exact, 0.0, HEAD_BYTES
         out[:HEAD_BYTES] = 0
         for index, (part, by_token) in enumerate(zip(parts, _by_token(component), strict=True)):
@@ -227,7 +226,7 @@ class _Fields:
 
     scales, minima: (kv_heads, groups of tokens, head_dim) for keys, else (kv_heads, tokens,
     groups of channels); codes: (kv_heads, grouped tokens, bytes of a row); rest: (kv_heads,
-    tokens left over, head_dim). Eight bits have no minima.
+    remaining tokens, head_dim). Eight bits have no minima.
     """
 
     scales: Part
@@ -265,7 +264,7 @@ class _Fields:
 
 
 def _rounded_error(back: Floats, values: Floats, dtype: DType) -> float:
-    """Return the largest absolute error of what decoding gives, rounding included."""
+    """Return the largest absolute error after decoding, rounding included."""
     bits = np.empty(back.shape, f"<u{dtype.item_bytes}")
     from_float32(back, dtype, bits)
     return largest_error(to_float32(bits, dtype), values)
@@ -310,7 +309,7 @@ def unpack(packed: NDArray[np.uint8], count: int, bits: int) -> NDArray[np.uint8
 
 
 def _by_token(component: Component) -> Sequence[bool]:
-    """Whether the groups of each part run over tokens: keys have channels that stay large."""
+    """Return for each part whether groups run over tokens: keys have outlier channels."""
     return (False,) if component.parts == 1 else (True, False)
 
 

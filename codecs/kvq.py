@@ -1,11 +1,11 @@
-"""The kvq codec: uniform steps about each channel's mean, coded under parametric models.
+"""The kvq codec: uniform quantisation about each channel's mean, coded with parametric models.
 
-Keys are turned back by their rotary embedding first, where the caller says by which: their
-channels then have steady means, which halves their error at the same size (KVQuant, Hooper et
-al., arXiv 2401.18079, section 3.2, quantises keys before rotation for the same reason). Then a
-tile of tokens and channels gets one step, in proportion to its deviation, and each channel one of
-64 distributions, whose index is all that the stream says of it; what CacheGen (Liu et al.,
-SIGCOMM 2024, section 5.2) stores as a table for every channel.
+The rotary embedding of keys is undone first, if the caller states it: their channels then have
+stable means, which halves their error at the same size (KVQuant, Hooper et al., arXiv 2401.18079,
+section 3.2, quantises keys before rotation for the same reason). Then a tile of tokens and channels
+gets one step, proportional to its deviation, and each channel one of 64 distributions. The stream
+stores only its index, where CacheGen (Liu et al., SIGCOMM 2024, section 5.2) stores a table for
+every channel.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ from kvstore.proto.types import Accuracy, Component
 
 DEFAULT_QUALITY = 2
 KEY_SHARE, VALUE_SHARE = 2**-0.5, 2**0.5
-"""What of the quality's step keys and values have: as many bits as with equal steps, and less
-divergence, most of which comes from keys (KVQuant finds so, section 3; bench.codecs measures it).
+"""Steps of keys and values, relative to the quality's: as many bits as with equal steps, and less
+divergence, most of which comes from keys (KVQuant, section 3; bench.codecs measures it).
 """
 LAYERED = "layered"
 _TERMS = re.compile(rf"([0-{len(RATIOS) - 1}]|{LAYERED})(,sinks=[0-{MAX_SINKS}])?(,importance)?")
@@ -55,7 +55,7 @@ KNOWN_TERMS = (
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """What stands behind the quality: exact tokens of a prompt; whether steps go by importance."""
+    """Options after the quality: exact first tokens of a prompt; steps by importance."""
 
     sinks: int = 1
     importance: bool = False
@@ -65,14 +65,14 @@ DEFAULT_OPTIONS = Options()
 
 
 class KvqCodec(LossyCodec):
-    """2 to 5 bits a number, the error of each bounded; layers with NaN or infinity kept exactly.
+    """2 to 5 bits per number with bounded errors; layers with NaN or infinity are stored exactly.
 
-    ``kvq:0`` to ``kvq:3`` go from small to exact; ``kvq:layered``, or None, has the coarsest as
-    its base and two refinements. The first tokens of a prompt stay exact, ``sinks`` of them: its
-    attention sinks, of whose loss most of the divergence comes (StreamingLLM, Xiao et al., arXiv
-    2309.17453, section 3.1). With ``importance``, tokens have finer or coarser steps by the
-    caller's weights, where it gives some. A frame is read whatever it was written with; ``static``
-    is of frames of its own, StaticKvqCodec's.
+    ``kvq:0`` to ``kvq:3`` go from small to accurate; ``kvq:layered``, or None, has the coarsest as
+    its base and two refinements. The first ``sinks`` tokens of a prompt are stored exactly: as
+    attention sinks they cause most of the divergence (StreamingLLM, Xiao et al., arXiv 2309.17453,
+    section 3.1). With ``importance``, tokens have finer or coarser steps by the caller's weights,
+    if given. Frames of any of these options are readable; ``static`` is another frame format,
+    StaticKvqCodec's.
     """
 
     name = "kvq"
@@ -140,7 +140,7 @@ class KvqCodec(LossyCodec):
         )
 
     def _encoded(self, parts: Sequence[Part], layer: LayerTerms) -> Encoding | None:
-        """Return *parts* quantised and coded, or None when they cannot keep the promise."""
+        """Return *parts* quantised and coded; None if the error bound cannot be kept."""
         dtype, sinks = layer.component.dtype, max(0, self.options.sinks - layer.position)
         if sinks >= layer.component.tokens:
             return None

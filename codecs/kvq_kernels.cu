@@ -1,10 +1,10 @@
-// kvq layers from stored bytes in a CUDA device's memory to an engine's pages; compiled behind
-// rans_kernels.cu. codecs/kvq_kernels.py launches it, having checked each layer's head, and says
-// what the arguments are. Nothing here trusts what lies behind a head: counts are clamped to what
-// the head says, and what is wrong is noted in `status`, one word of bits a layer.
+// Decodes kvq layers in a CUDA device's memory to an engine's pages; compiled after
+// rans_kernels.cu. codecs/kvq_kernels.py checks each layer's head, launches the kernels and
+// documents the arguments. Data after a head is untrusted: counts are clamped to the head's, and
+// faults are recorded in `status`, one word of bits per layer.
 //
-// Numbers are computed as codecs/kvq_tiles.py and codecs/rope.py do, each operation rounded by
-// itself (the intrinsics keep the compiler from fusing two), so that all backends give the same.
+// Numbers are computed as in codecs/kvq_tiles.py and codecs/rope.py, each operation rounded
+// separately (the intrinsics prevent fusing), so that all backends agree.
 
 static const u32 CHANNELS = 128;
 static const u32 MODELS = 64;
@@ -15,12 +15,12 @@ static const u32 HEAD_BYTES = 24;
 static const u32 BAD_STEPS = 2, BAD_MEANS = 4;
 
 #if __CUDA_ARCH__ == 800 || (__CUDA_ARCH__ >= 900 && __CUDA_ARCH__ < 1200)
-#define FULL_HOUSE 4  // blocks of 512 threads that a multiprocessor holds
+#define FULL_HOUSE 4  // resident blocks of 512 threads per multiprocessor
 #else
 #define FULL_HOUSE 2
 #endif
 
-// The arrays of a layer's body, in the order in which they stand.
+// The arrays of a layer's body, in stored order.
 struct Body {
     const float* steps;
     const u32 *counts, *escapes, *states;
@@ -91,7 +91,7 @@ struct AsFloat32 {
 
 // --- kernels
 
-// One warp a layer: where each tile's words and escapes begin, and whether they sum up.
+// One warp per layer: the start of each tile's words and escapes, and a check of their sums.
 extern "C" __global__ void kvq_open(
     const u8* memory, const u64* bases, const u64* pairs, const u64* words, const u64* values,
     u32 tiles, u32 layers, u64* word_starts, u64* value_starts, u32* status
@@ -122,7 +122,7 @@ extern "C" __global__ void kvq_open(
     }
 }
 
-// The symbols of a tile u8 (tokens, 128), and how many escapes are before each token.
+// Decodes the symbols of a tile u8 (tokens, 128), and the number of escapes before each token.
 __device__ static u32 decode_tile(
     Stream& stream, const u32* entries, const u8* buckets, const u32* models, u32 tokens,
     u8* symbols, u32* firsts
@@ -146,7 +146,7 @@ __device__ static u32 decode_tile(
     return escapes;
 }
 
-// Grid: (any, rows). A row is one block of tokens of one layer: row_tiles tiles, a warp each.
+// Grid: (any, rows). A row is one block of tokens of one layer: row_tiles tiles, one warp each.
 extern "C" __global__ void __launch_bounds__(512, FULL_HOUSE) kvq_symbols(
     const u8* memory, const u64* bases, const u64* pairs, const u64* words, const u64* word_starts,
     const u64* row_layers, const u64* row_blocks, const u32* table, const u8* bucket_table,
@@ -188,7 +188,7 @@ extern "C" __global__ void __launch_bounds__(512, FULL_HOUSE) kvq_symbols(
     }
 }
 
-// One part of one block of tokens, on its way to the pages.
+// One part of one block of tokens.
 struct Part {
     Body body;
     const u64* value_starts;  // of the block's tiles
@@ -213,11 +213,10 @@ __device__ static float number(const Part& part, u32 token, u32 channel) {
     return __fadd_rn(__fmul_rn((float)quotient, part.body.steps[place]), mean);
 }
 
-// Grid: (any, rows x parts). Neighbouring threads take neighbouring channels; where keys are
-// rotated, one takes a channel and the one that it is paired with. The pages are as in
-// frame_kernels.cu. The first part of layers with `pairs` is rotated by the angles, f32
-// (tokens, pairs) from angle_starts on. In front of the coded tokens go the `exact` ones of a layer,
-// (parts, exact, heads, dim) at `exacts`, which are copied.
+// Grid: (any, rows x parts). Adjacent threads take adjacent channels; of rotated keys, a thread
+// takes a pair of channels. The pages are as in frame_kernels.cu. The first part of layers with
+// `pairs` is rotated by the angles, f32 (tokens, pairs) from angle_starts on. The `exact` tokens of
+// a layer, (parts, exact, heads, dim) at `exacts`, are copied before the coded ones.
 #define KVQ_NUMBERS(NAME, FORMAT)                                                                 \
     extern "C" __global__ void NAME(                                                              \
         const u8* memory, const u64* bases, const u64* pairs, const u64* words,                   \

@@ -1,8 +1,8 @@
-"""kvq frames decoded where they lie in a device's memory, into an engine's pages.
+"""Decodes kvq frames in a device's memory into an engine's pages.
 
-The kernels stand in kvq_kernels.cu, behind those of rans_kernels.cu. The host reads the head of
-each layer, checks it as ``kvq_layer`` does, and launches one warp a tile; what lies behind the
-heads is checked by the kernels as they go. torch is imported here.
+The kernels are in rans_kernels.cu and kvq_kernels.cu. The host reads the head of each layer, checks
+it as ``kvq_layer`` does, and launches one warp per tile; the kernels check the data after the heads
+as they decode it. torch is imported here.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FAULTS = {
     16: ("words", "the stream does not end where it must"),
     32: ("escapes", "not as many as coded"),
 }
-"""What each bit of a status word says: a field and what it should be."""
+"""Meaning of each bit of a status word: a field and its requirement."""
 
 Tables: TypeAlias = "tuple[NDArray[np.uint32], NDArray[np.uint8]]"
 
@@ -57,8 +57,8 @@ def search_tables(table: ModelTable) -> Tables:
     """Return start | frequency << 16 of each symbol, u32 (models, symbols), and the symbol of
     each 32nd slot, u8 (models, 128).
 
-    A sixteenth of ``decode_slots``: from a bucket's symbol on, half a step on average finds the
-    slot's own.
+    A sixteenth of the size of ``decode_slots``: from a bucket's symbol on, the slot's own is found
+    in half a step on average.
     """
     rows = table.frequencies.astype(np.uint32)
     starts = np.cumsum(rows, axis=1, dtype=np.uint32) - rows
@@ -75,7 +75,7 @@ def check_status(status: NDArray[np.int32]) -> None:
 
 
 Wait: TypeAlias = Callable[[], None]
-"""Waits for what was begun. Raises InvalidFrameError; the pages then hold rubbish."""
+"""Waits for the decoding. Raises InvalidFrameError; the pages are then undefined."""
 
 
 SOURCES = (Path(__file__).with_name("rans_kernels.cu"), Path(__file__).with_suffix(".cu"))
@@ -87,8 +87,8 @@ SCRATCH_BYTES = 1 << 28
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Layer:
-    """Layer ``number`` of a component, from byte ``base`` of the memory on. ``head``: None for what
-    the host decodes. ``frequencies``: what its keys were turned back by.
+    """Layer ``number`` of a component, from byte ``base`` of the memory on. ``head``: None if the
+    host decodes it.
     """
 
     number: int
@@ -98,7 +98,7 @@ class _Layer:
 
     @classmethod
     def of(cls, number: int, base: int, data: Bytes, component: Component) -> _Layer:
-        """Check what *data* begins with. Raises InvalidFrameError."""
+        """Check the head of *data*. Raises InvalidFrameError."""
         head = None
         if len(data) and data[0] == QUANTISED:
             if not has_floats(component):
@@ -109,7 +109,7 @@ class _Layer:
 
     @property
     def frequencies(self) -> Floats:
-        """What its keys were turned back by."""
+        """Frequencies of the rotation that was undone."""
         pairs = 0 if self.head is None else self.head.pairs
         found: Floats = self.data[HEAD.size : HEAD.size + 4 * pairs].view("<f4")
         if not np.isfinite(found).all():
@@ -118,7 +118,7 @@ class _Layer:
 
 
 class KvqKernels:
-    """The kernels, whatever *launch* runs them on. *device* is where their tables go.
+    """The kernels, run by *launch*. *device* holds their tables.
 
     Thread-safe; works on torch's current stream of the device.
     """
@@ -131,14 +131,14 @@ class KvqKernels:
         self._buckets = torch.from_numpy(buckets.reshape(-1)).to(device)
 
     def decode(self, memory: torch.Tensor, frame: FrameAt, paged: Paged, data: Bytes) -> Wait:
-        """Begin to decode a kvq *frame* in *memory* (uint8) and, as *data*, on the host, to pages.
+        """Queue decoding a kvq *frame* in *memory* (uint8) to pages; *data* is its host copy.
 
-        Layers that were kept exactly, and those whose tokens have classes, are decoded by the
-        host and copied. Checksums are not looked at: ``FrameKernels.sums`` computes them, before
-        or after. Nothing that is queued is waited for.
+        Layers that are stored exactly, and those whose tokens have classes, are decoded by the
+        host and copied. Checksums are not verified: ``FrameKernels.sums`` computes them, before or
+        after. This does not wait for queued work.
 
         Raises LayoutMismatchError, InvalidRequestError, UnknownCodecError before anything is
-        written, and InvalidFrameError: for frames that have levels too, which only hosts read.
+        written, and InvalidFrameError, also for frames with levels, which only hosts read.
         """
         check_frames(KvqCodec(), memory, [frame], paged)
         header = frame.header
@@ -168,7 +168,7 @@ class KvqKernels:
         return wait
 
     def _angles(self, layers: Sequence[_Layer], heads: Sequence[Head]) -> list[Any]:
-        """Return where each layer's angles begin, cosines and sines, f32 on the device."""
+        """Return the start of each layer's angles, and cosines and sines, f32 on the device."""
         known: dict[tuple[bytes, int], int] = {}
         tables: list[tuple[Floats, Floats]] = [(np.zeros((1, 1), np.float32),) * 2]
         places, end = [], 1
@@ -218,8 +218,8 @@ class KvqKernels:
             self._launch, "kvq_open", (grid_of(count * LANES, THREADS), 1), memory, *columns, tiles,
             count, starts, value_starts, status,
         )  # fmt: skip
-        # A row of the grid is one block of tokens of one layer. So many have symbols that fit the
-        # scratch, and parts that fit the grid; one at least.
+        # A row of the grid is one block of tokens of one layer. A launch takes as many, at least
+        # one, as have symbols that fit the scratch and parts that fit the grid.
         row_lines = row_tiles * block_tokens
         fitting = SCRATCH_BYTES // (row_lines * (TILE_CHANNELS + 4))
         most = min(max(1, min(fitting, MAX_GRID_Y // parts)), count * blocks)
@@ -249,7 +249,7 @@ class KvqKernels:
 
 
 def _copy(layer: _Layer, component: Component, frame: FrameAt, pages: Pages, paged: Paged) -> None:
-    """Decode a layer on the host, and copy its rows into their slots."""
+    """Decode a layer on the host, and copy its rows to their slots."""
     parts = [
         np.empty(component.shape, f"u{component.dtype.item_bytes}") for _ in range(component.parts)
     ]

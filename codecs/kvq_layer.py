@@ -1,8 +1,8 @@
-"""A kvq layer: its stored bytes, checked before they are used, put together and taken apart.
+"""The stored bytes of a kvq layer: encoding and checked decoding.
 
-A refinement cuts every step into three, and says which third a number is in. What a third costs
-depends on the channel's model and on how far out the number is, so that base and refinements
-together take hardly more than the fine step alone.
+A refinement divides every step into three, and codes each number's third. A third's cost depends on
+the channel's model and on the number's magnitude, so that base and refinements together take hardly
+more than the fine step alone.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ EXACT_HEAD = struct.Struct("<BBHHH")
 _FINE_HEAD = struct.Struct("<BBHIf4x")
 
 MAX_SINKS = 4
-"""First tokens of a prompt that may be kept exactly."""
+"""First tokens of a prompt that may be stored exactly."""
 _CLASSES_A_BYTE = 4
 NO_FREQUENCIES: Floats = np.zeros(0, np.float32)
 NO_SINKS: Part = np.zeros((2, 0, 1, 1), np.uint16)
@@ -50,9 +50,9 @@ assert EXACT_HEAD.size == 8
 
 @dataclass(frozen=True, slots=True)
 class Head:
-    """What a body begins with, checked against its ``stored_bytes`` and the component.
+    """The head of a body, checked against its ``stored_bytes`` and the component.
 
-    Its ``tiles`` are those of ``coded``, the component less the first ``sinks`` tokens.
+    ``tiles`` counts those of ``coded``, the component without its first ``sinks`` tokens.
     ``position`` is that of the first token of ``coded``.
     """
 
@@ -68,7 +68,7 @@ class Head:
 
     @classmethod
     def of(cls, data: Bytes, stored_bytes: int, component: Component) -> Head:
-        """Return the head that *data* begins with. Raises InvalidFrameError."""
+        """Return the head of *data*. Raises InvalidFrameError."""
         if stored_bytes < HEAD.size:
             raise InvalidFrameError("stored_bytes", stored_bytes, f"at least {HEAD.size}")
         _, sinks, pairs, position, words, values, error_bound, has_classes = HEAD.unpack(
@@ -95,35 +95,34 @@ class Head:
 
     @property
     def sinks_at(self) -> int:
-        """Where the exact tokens begin, behind the arrays of the tiles."""
+        """Offset of the exact tokens, after the arrays of the tiles."""
         size = HEAD.size + 4 * self.pairs + self.tiles * (12 + 4 * LANES + 3 * TILE_CHANNELS)
         return size + 2 * self.words + 2 * self.values
 
     @property
     def classes_at(self) -> int:
-        """Where the classes begin, if there are any."""
+        """Offset of the classes, if there are any."""
         return self.sinks_at + self.sinks * (self.coded.layer_bytes // self.coded.tokens)
 
 
 def behind(component: Component, sinks: int) -> Component:
-    """Return *component* less its first *sinks* tokens."""
+    """Return *component* without its first *sinks* tokens."""
     return replace(component, tokens=component.tokens - sinks) if sinks else component
 
 
 def tile_count(component: Component) -> int:
-    """Return how many tiles a layer of *component* has."""
+    """Return the number of tiles of a layer of *component*."""
     cut = Cut.of(component)
     return len(cut.blocks) * component.parts * cut.columns
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Body:
-    """A quantised layer of n tiles: blocks of tokens, in them parts, in them columns.
+    """A quantised layer of n tiles, ordered by block of tokens, part and column.
 
-    ``frequencies`` f32 are those that the keys were turned back by, from ``position`` on;
-    empty when they were not. ``sinks`` are the bits of the tokens before, (parts, tokens,
-    kv_heads, head_dim). ``classes`` are empty where every token has its tile's step. The other
-    arrays are those of ``Tiles``.
+    ``frequencies`` f32 are of the rotation undone from ``position`` on; empty if none was.
+    ``sinks`` are the bits of the tokens before, (parts, tokens, kv_heads, head_dim). ``classes``
+    are empty if every token has its tile's step. The other arrays are those of ``Tiles``.
     """
 
     position: int
@@ -163,7 +162,7 @@ class Body:
 
 
 def pack_arrays(arrays: list[NDArray[Any]], out: Bytes, at: int) -> int:
-    """Write *arrays* to *out*, one after another from *at*; return where they end."""
+    """Write *arrays* to *out* from *at* on, back to back; return their end."""
     for array in arrays:
         flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
         out[at : at + len(flat)] = flat
@@ -213,7 +212,7 @@ def _unpacked(data: Bytes, head: Head) -> Classes:
 
 
 def check_body(body: Body) -> None:
-    """Raise InvalidFrameError unless its numbers are such as a writer has."""
+    """Raise InvalidFrameError unless its numbers are valid."""
     sums = [int(a.sum(dtype=np.uint64)) for a in (body.stream.counts, body.escapes)]
     if sums != [len(body.stream.words), len(body.values)]:
         raise InvalidFrameError("counts", sums, "must sum up to the words and escapes")
@@ -226,7 +225,7 @@ def check_body(body: Body) -> None:
 
 
 def max_refined_bytes(tiles: int, numbers: int) -> int:
-    """Upper bound of a refinement: no third takes as much as eight bits."""
+    """Upper bound of a refinement: a third takes less than eight bits."""
     return _FINE_HEAD.size + tiles * 4 * (1 + 32 + 32) + numbers
 
 
@@ -261,12 +260,12 @@ _WRITER = "lossless"
 
 
 def max_exact_bytes(component: Component) -> int:
-    """Upper bound of such a layer."""
+    """Upper bound of a layer stored exactly."""
     return EXACT_HEAD.size + codec_by_name(_WRITER).max_segment_bytes(component)
 
 
 def encode_exact(parts: Sequence[Part], component: Component, out: Bytes) -> int:
-    """Write *parts* under a lossless codec behind its number and revision."""
+    """Write number and revision of a lossless codec, then *parts* encoded by it."""
     codec = codec_by_name(_WRITER)
     head = EXACT_HEAD.pack(AS_IT_IS, 0, codec.codec_id, codec.revision, 0)
     out[: EXACT_HEAD.size] = np.frombuffer(head, np.uint8)
@@ -274,7 +273,7 @@ def encode_exact(parts: Sequence[Part], component: Component, out: Bytes) -> int
 
 
 def decode_exact(data: Bytes, component: Component, out: Sequence[Part]) -> None:
-    """Read what ``encode_exact`` wrote. Raises InvalidFrameError, UnknownCodecError."""
+    """Decode bytes of ``encode_exact``. Raises InvalidFrameError, UnknownCodecError."""
     if len(data) < EXACT_HEAD.size:
         raise InvalidFrameError("stored_bytes", len(data), f"at least {EXACT_HEAD.size}")
     method, zero, codec_id, revision, rest = EXACT_HEAD.unpack(data[: EXACT_HEAD.size].tobytes())
@@ -286,22 +285,22 @@ def decode_exact(data: Bytes, component: Component, out: Sequence[Part]) -> None
     codec.decode_segment(data[EXACT_HEAD.size :], component, out)
 
 
-# --- together and apart
+# --- encoding and decoding
 
 _HALF_ULP = {DType.bfloat16: 2.0**-8, DType.float16: 2.0**-11, DType.float32: 2.0**-24}
 _TURNING = 2.0**-21
-"""What rotating there and back adds to an error, in the largest magnitude; float32."""
+"""Error of rotating there and back in float32, relative to the largest magnitude."""
 _SMALLEST = 2.0**-25
-"""Half of float16's smallest number: what rounding adds to the smallest ones."""
+"""Half of float16's smallest number: the rounding error of the smallest numbers."""
 
 Given: TypeAlias = "tuple[DType, Angles | None, Part]"
-"""The type of a part's block, the angles to turn it by, and where it is."""
+"""The dtype of a part's block, the angles to rotate it by, and its destination."""
 
 
 class Encoding:
-    """Collects the tiles of a layer, block by block. ``bounds`` are those of each level.
+    """Collects the tiles of a layer, block by block. ``bounds`` has each level's error bound.
 
-    *layer* is that of the tokens behind the exact ones, *sinks*.
+    *layer* covers the tokens after the exact ones, *sinks*.
     """
 
     def __init__(
@@ -319,7 +318,7 @@ class Encoding:
         self._streams: list[list[Stream]] = [[] for _ in self.bounds]
 
     def add(self, tiles: Tiles, thirds: list[Thirds], angles: Angles | None) -> None:
-        """Take the next part of the block that is being encoded."""
+        """Add the next part of the current block."""
         self._tiles.append(tiles)
         self._block.append((tiles, thirds))
         dtype = self._layer.component.dtype
@@ -328,7 +327,7 @@ class Encoding:
             self.bounds[level] = max(self.bounds[level], bound)
 
     def end_block(self, block: slice = slice(0)) -> None:
-        """Code what was taken since the last block: the tokens *block*, where they have classes."""
+        """Code the parts added since the last block; *block*: its tokens, if they have classes."""
         tiles, classes = [each for each, _ in self._block], self._classes[block]
         symbols, models = joined(tiles, "symbols"), joined(tiles, "models")
         if len(classes):
@@ -364,7 +363,7 @@ class Encoding:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Decoding:
-    """Takes a layer apart: its ``body``, whose tiles are of ``coded``, then its refinements."""
+    """Decodes a layer: its ``body``, whose tiles are of ``coded``, then its refinements."""
 
     body: Body
     coded: Component
@@ -373,7 +372,7 @@ class Decoding:
 
     @classmethod
     def of(cls, data: Sequence[Bytes], component: Component, loops: KvqLoops) -> Decoding:
-        """Return the decoding of *data*, a base and as many refinements as there are.
+        """Return the decoding of *data*, a base and its refinements.
 
         Raises InvalidFrameError.
         """
@@ -388,7 +387,7 @@ class Decoding:
     def write(self, out: Sequence[Part], frequencies: Floats, place: int) -> None:
         """Write the tokens of ``coded`` to *out*, keys rotated by *frequencies* to *place*.
 
-        Raises InvalidFrameError when a stream does not end as it must or has other escapes.
+        Raises InvalidFrameError when a stream ends wrong or its escapes differ from their count.
         """
         body, dtype, cut = self.body, self.coded.dtype, Cut.of(self.coded)
         count = self.coded.parts * cut.columns
@@ -421,7 +420,7 @@ class Decoding:
     def _restore(
         self, tiles: Tiles, streams: Sequence[Stream], classes: Classes, given: Given
     ) -> bool:
-        """Write one part of a block to memory; False when its escapes are not those coded."""
+        """Write one part of a block to memory; False if its escapes differ from their count."""
         if not streams and not len(classes):
             return self.loops.dequantise(tiles, *given)
         quotients, steps = self.loops.quotients(tiles), tiles.steps
@@ -440,18 +439,18 @@ class Decoding:
 
 
 def sinks_moved(sinks: Part, frequencies: Floats, distance: int, dtype: DType) -> Part:
-    """Return exact tokens, bits (parts, tokens, kv_heads, head_dim), keys turned *distance* on."""
+    """Return exact tokens (parts, tokens, kv_heads, head_dim) with keys moved by *distance*."""
     if not (distance and len(frequencies) and sinks.size):
         return sinks
     moved_on, keys = sinks.copy(), to_float32(sinks[0], dtype)
-    with np.errstate(over="ignore", invalid="ignore"):  # what nobody wrote may be infinite
+    with np.errstate(over="ignore", invalid="ignore"):  # invalid frames may have infinities
         rotate(keys, *rotation(frequencies, distance, 1))
         from_float32(keys, dtype, moved_on[0])
     return moved_on
 
 
 def layer_behind(layer: LayerTerms, sinks: int) -> LayerTerms:
-    """Return *layer* less its first *sinks* tokens."""
+    """Return *layer* without its first *sinks* tokens."""
     return replace(
         layer,
         component=behind(layer.component, sinks),
@@ -461,7 +460,7 @@ def layer_behind(layer: LayerTerms, sinks: int) -> LayerTerms:
 
 
 def key_frequencies(layer: LayerTerms) -> Floats:
-    """Return what to turn the layer's keys back by; empty when they stay as they are."""
+    """Return the frequencies that undo the keys' rotation; empty: it stays."""
     if layer.component.parts != 2:
         return NO_FREQUENCIES
     found = inverse_frequencies(layer.rope, layer.component.head_dim)
@@ -478,32 +477,32 @@ def angles_of(frequencies: Floats, position: int, block: slice) -> Angles | None
 
 @lru_cache(maxsize=32)
 def _angles(frequencies: bytes, position: int, tokens: int) -> Angles:
-    """Return the angles that all layers of a chunk have: computing them takes as long as coding."""
+    """Return a chunk's angles, cached for all layers: computing them takes as long as coding."""
     return rotation(np.frombuffer(frequencies, np.float32), position, tokens)
 
 
 def bound_of(errors: Floats, magnitudes: Floats, dtype: DType, angles: Angles | None) -> float:
-    """Return the largest error that decoding can make, the rounding to *dtype* included."""
+    """Return the largest possible error of decoding, rounding to *dtype* included."""
     wide, largest = errors.astype(np.float64), magnitudes.astype(np.float64)
-    if angles is not None:  # of two errors at right angles, the length
+    if angles is not None:  # rotation mixes two orthogonal errors
         wide = wide * np.sqrt(2) + largest * _TURNING
     rounding = (wide + largest) * _HALF_ULP[dtype] + _SMALLEST
     return float((wide + rounding).max()) * (1 + 2.0**-20)
 
 
 def rounded_up(bound: float) -> float:
-    """Return the least float32 that is no less."""
+    """Return the least float32 >= *bound*."""
     near = np.float32(bound)
     return float(near if float(near) >= bound else np.nextafter(near, np.float32(np.inf)))
 
 
 def joined_streams(streams: Iterable[Stream]) -> Stream:
-    """Return *streams* one behind the other."""
+    """Return *streams* concatenated."""
     return Stream(*map(np.concatenate, zip(*streams, strict=True)))
 
 
 def pieces_of(stream: Stream, tiles: int) -> Iterator[Stream]:
-    """Cut *stream* into those of so many tiles, one after another."""
+    """Cut *stream* into streams of *tiles* tiles."""
     ends = np.cumsum(stream.counts, dtype=np.int64)
     word = 0
     for first in range(0, len(ends), tiles):
@@ -514,5 +513,5 @@ def pieces_of(stream: Stream, tiles: int) -> Iterator[Stream]:
 
 
 def joined(tiles: Sequence[Tiles | Thirds], name: str) -> NDArray[Any]:
-    """Return the arrays called *name* one behind the other."""
+    """Return the arrays called *name* concatenated."""
     return np.concatenate([getattr(each, name) for each in tiles])

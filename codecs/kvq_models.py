@@ -1,8 +1,8 @@
-"""The model family of kvq: which symbol is how likely, frozen in a file of the package.
+"""The models of kvq: symbol probabilities, frozen in a file of the package.
 
 Sixty-four models: 32 standard deviations, in steps of the quantiser, each as a normal and as a
-Laplace distribution. Written by tests/golden/kvq_models.py, once; nothing is computed from
-logarithms at run time, so that all machines and backends have the same numbers.
+Laplace distribution. Written once by tests/golden/kvq_models.py; no logarithms are computed at run
+time, so that all machines and backends have the same numbers.
 """
 
 from __future__ import annotations
@@ -23,16 +23,16 @@ from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import DIGEST_BYTES
 
 ASSET = bytes.fromhex("7b3579af1ee2d3e1a54a5f101cd2efb4")
-"""First 16 bytes of blake3 of the file; frames carry it."""
+"""First 16 bytes of blake3 of the file; stored in frames."""
 MODELS, SYMBOLS, ZERO, ESCAPE = 64, 128, 64, 0
 RATIOS = (1.0, 0.5, 0.25, 0.125)
-"""Step of each quality in standard deviations: about 2, 3, 4 and 5 bits a number."""
+"""Step of each quality in standard deviations: about 2, 3, 4 and 5 bits per number."""
 SHAPES, SCALES = 2, 32
 """Model 2k and 2k + 1: the normal and the Laplace of scale k."""
 MAX_QUOTIENT = 63
 PADDING_MODEL = 0
 SCALE_STEP_OF_THREE = 6
-"""Scales are 2^(1/4) apart: six of them come nearest to three times."""
+"""Scales are 2^(1/4) apart: six of them are closest to a factor of three."""
 
 _ROOTS = (1.189207115002721, 1.681792830507429)  # 2^(1/4), 2^(3/4)
 _PATH = Path(__file__).with_name("kvq_models.bin")
@@ -63,7 +63,7 @@ class KvqModels:
 
 @lru_cache(maxsize=1)
 def kvq_models() -> KvqModels:
-    """Return the family. Raises KVStoreError when its file is not the one that frames name."""
+    """Return the models. Raises KVStoreError unless the file is the one that frames name."""
     data = _PATH.read_bytes()
     if blake3(data).digest(DIGEST_BYTES) != ASSET:
         raise KVStoreError(f"{_PATH.name} is damaged: install kvstore again")
@@ -96,13 +96,13 @@ Classes: TypeAlias = NDArray[np.uint8]
 NO_CLASSES: Classes = np.zeros(0, np.uint8)
 PLAIN = 2
 KINDS = 4
-"""Classes there are."""
+"""Number of classes."""
 FINEST_SHARE, FINER_SHARE = 0.02, 0.12
-"""Of the most important tokens: these get a quarter of the step, those up to here half."""
+"""Shares of the most important tokens that get a quarter of the step, and, up to here, half."""
 
 
 def classes_of(importance: Importance) -> Classes:
-    """Return the class of each token; tokens of no importance at all get twice the step."""
+    """Return the class of each token; tokens of importance 0 get twice the step."""
     tokens = len(importance)
     classes = np.full(tokens, PLAIN, np.uint8)
     order = np.argsort(-importance, kind="stable")

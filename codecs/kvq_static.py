@@ -1,9 +1,8 @@
-"""``kvq:N,static``: kvq by the statistics of the model instead of each tile's own.
+"""``kvq:N,static``: kvq with the statistics of the model instead of each tile's own.
 
-A tile of kvq has 128 means and 128 models of its own, 24 bits a channel: at 256 tokens a tenth of
-a bit a number, at 32 tokens three quarters. Here they are those of an asset of the model, shifted
-by one number for each tile, so that short chunks cost what long ones do. Guarantee, steps,
-turned keys and streams are kvq's.
+A tile of kvq has 128 means and 128 models, 24 bits per channel: a tenth of a bit per number at 256
+tokens, three quarters at 32. Here an asset of the model has them, and each tile only one shift, so
+that short chunks cost as much as long ones. Error bound, steps, key rotation and streams are kvq's.
 """
 
 from __future__ import annotations
@@ -58,26 +57,26 @@ from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import Accuracy, Component, DType
 
 MIDDLE = 64
-"""The scale of a channel that varies as much as the part does."""
+"""The scale of a channel whose deviation equals the part's."""
 SCALES_AN_OCTAVE = 4
 _MAX_SHIFT = 127
 _UNIT_SCALE = 10
 """kvq's scale whose deviation is one step."""
 _ROOTS = (1.189207115002721, 1.681792830507429)  # 2^(1/4), 2^(3/4)
 _EDGES = np.array([_ROOTS[k % 2] * 2.0 ** (k // 2) for k in range(-_MAX_SHIFT, _MAX_SHIFT)])
-"""Squares of what lies halfway between one quarter of an octave and the next."""
+"""Squares of the midpoints between quarters of an octave."""
 
 _COUNTS = struct.Struct("<IIfI")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartStatistics:
-    """One part of one layer, its heads' channels end to end in columns of 128, the last filled up.
+    """One part of one layer, its heads' channels end to end in columns of 128, the last padded.
 
     ``means`` f16 (columns, 128), ``scales`` u8 (columns, 128): twice the channel's deviation, in
     quarters of octaves from that of the part, plus MIDDLE, plus 1 for the sharper of two shapes.
-    ``deviation`` is that of the part's numbers about the means; ``frequencies`` f32 (pairs,) is
-    what the keys are turned back by, None for what is not turned.
+    ``deviation`` is that of the part's numbers about the means; ``frequencies`` f32 (pairs,) are of
+    the rotation to undo, None for none.
     """
 
     means: NDArray[np.float16]
@@ -90,12 +89,12 @@ class PartStatistics:
     def of(
         cls, means: NDArray[Any], scales: NDArray[Any], deviation: float, turned: Floats | None
     ) -> PartStatistics:
-        """Return the statistics of a part by its channels'."""
+        """Return the statistics of a part from those of its channels."""
         is_real = _columns(np.ones(len(means), np.bool_))
         return cls(_columns(means), _columns(scales), is_real, deviation, turned)
 
     def models(self, shifts: NDArray[np.int8]) -> NDArray[np.uint8]:
-        """Return kvq's model of each channel, u8 (columns, 128), for the shift of each column."""
+        """Return kvq's model of each channel, u8 (columns, 128), by each column's shift."""
         scale = self.scales.astype(np.int16) // SHAPES - MIDDLE + shifts[:, None]
         found = np.clip(scale, 0, SCALES - 1) * SHAPES + self.scales % SHAPES
         return np.where(self.is_real, found, PADDING_MODEL).astype(np.uint8)
@@ -119,9 +118,9 @@ class KvqStatistics(TurnedTables):
 
 
 def shifts_of(ratios: NDArray[np.float64]) -> NDArray[np.int8]:
-    """Return the shift of each tile, by how many times its step the part's deviation is.
+    """Return the shift of each tile from *ratios*, the part's deviation in steps of the tile.
 
-    Without logarithms, so that all machines find the same.
+    Without logarithms, so that all machines agree.
     """
     found = np.searchsorted(_EDGES, ratios**2) - _MAX_SHIFT + _UNIT_SCALE
     return np.clip(found, -_MAX_SHIFT, _MAX_SHIFT).astype(np.int8)
@@ -133,7 +132,7 @@ def _columns(channels: NDArray[Any]) -> NDArray[Any]:
 
 
 class StaticKvqCodec(AssetCodec):
-    """For chunks of less than 128 tokens. Needs an asset of its model."""
+    """Best for chunks of less than 128 tokens. Needs an asset of its model."""
 
     name = "kvq:static"
     codec_id = 13
@@ -189,7 +188,7 @@ def _frequencies(statistics: Sequence[PartStatistics]) -> Floats:
 def _quantise(
     bits: Part, dtype: DType, angles: Angles | None, ratio: float, mine: PartStatistics
 ) -> tuple[Tiles, NDArray[np.int8]] | None:
-    """Return the tiles of a block's part and their shifts; None where the bound would not hold."""
+    """Return the tiles of a block's part and their shifts; None if the bound cannot be kept."""
     values = to_float32(bits, dtype)
     magnitudes = np.abs(as_tiles(values)).max((1, 2))
     if magnitudes.max() >= LARGEST:
@@ -219,7 +218,7 @@ def _quantise(
 
 
 def _parsed(cut: ByteCutter, component: Component, statistics: Sequence[PartStatistics]) -> Body:
-    """Return the body of a layer, sizes checked before use. Raises InvalidFrameError."""
+    """Return the body of a layer, checking sizes before use. Raises InvalidFrameError."""
     words, escaped, error_bound, zero = _COUNTS.unpack(cut.take("<u1", _COUNTS.size).tobytes())
     if zero or not 0 <= error_bound < np.inf:
         raise InvalidFrameError("head", (zero, error_bound), "zero, and a finite bound")

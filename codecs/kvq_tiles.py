@@ -1,8 +1,8 @@
-"""Tiles of kvq: how a part is cut up, what a quantised tile is, and the loops that make one.
+"""Tiles of kvq: the cut of a part, quantised tiles, and the loops that compute them.
 
-A tile is up to 256 tokens of 128 neighbouring channels, the heads' channels laid end to end.
-Every float32 operation is rounded by itself, sums are in float64 and in a stated order, so that
-each path of ``native/kvq.c`` gives the same bytes.
+A tile is up to 256 tokens of 128 adjacent channels, the heads' channels laid end to end. Every
+float32 operation is rounded separately, sums are in float64 and in a fixed order, so that each path
+of ``native/kvq.c`` gives the same bytes.
 """
 
 from __future__ import annotations
@@ -29,15 +29,15 @@ from kvstore.proto.types import Component, DType
 TILE_CHANNELS = 128
 MAX_TILE_TOKENS = 256
 LEVELS = 2
-"""Refinements of a layered frame, each of which cuts every step into three."""
+"""Refinements of a layered frame; each divides every step into three."""
 LEAST_STEP = 2.0**-60
 LARGEST = np.float32(2.0**126)
-"""Magnitudes from here on are not quantised: a rounding could make them infinite."""
+"""Larger magnitudes are not quantised: rounding could make them infinite."""
 LARGEST_MEAN = np.float32(65504)
 TOLERANCE = np.float32(0.5 + 2.0**-8)
-"""Errors in steps: half of one, and what float32 adds to it for the largest quotients."""
+"""Largest error in steps: half of one, plus float32's error for the largest quotients."""
 ESCAPE_SHARE = 8
-"""More escapes than one in so many numbers, and a block is not quantised."""
+"""A block with more escapes than one in this many numbers is not quantised."""
 
 Bytes8: TypeAlias = NDArray[np.uint8]
 Angles: TypeAlias = tuple[Floats, Floats]
@@ -46,7 +46,7 @@ Angles: TypeAlias = tuple[Floats, Floats]
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How parts of (kv_heads, tokens, head_dim) are cut: ``columns`` tiles for each block."""
+    """The cut of a part (kv_heads, tokens, head_dim): ``columns`` tiles for each block."""
 
     channels: int
     columns: int
@@ -54,7 +54,7 @@ class Cut:
 
     @classmethod
     def of(cls, component: Component) -> Cut:
-        """Return the cut of *component*'s parts: blocks of tokens as equal as can be."""
+        """Return the cut of *component*'s parts, with blocks of nearly equal tokens."""
         return _cut(component.kv_heads * component.head_dim, component.tokens)
 
 
@@ -72,8 +72,8 @@ class Tiles:
 
     ``steps`` f32 (n,), ``means`` f16 (n, 128), ``models`` u8 (n, 128), ``symbols`` u8
     (n, tokens, 128), ``escapes`` u32 (n,) and their quotients ``values`` i16, in order of tile,
-    token and channel. ``errors`` and ``magnitudes`` f32 (n,): the largest |x - y| before the
-    rounding to the dtype, and the largest |x| as given.
+    token and channel. ``errors`` and ``magnitudes`` f32 (n,): the largest |x - y| before rounding
+    to the dtype, and the largest |x| as given.
     """
 
     steps: Floats
@@ -86,7 +86,7 @@ class Tiles:
     magnitudes: Floats = field(default_factory=lambda: np.zeros(0, np.float32))
 
     def pieces(self, columns: int) -> Iterator[Tiles]:
-        """Yield tiles of *columns* each, one piece after another."""
+        """Yield consecutive pieces of *columns* tiles."""
         value = 0
         for first in range(0, len(self.steps), columns):
             at = slice(first, first + columns)
@@ -113,7 +113,7 @@ def steps_of(
     squares: NDArray[np.float64], is_real: NDArray[np.bool_], tokens: int, ratio: float
 ) -> Floats:
     """Return each tile's step: *ratio* standard deviations of its numbers about their means."""
-    total = np.add.accumulate(squares, axis=1)[:, -1]  # in order: backends must agree
+    total = np.add.accumulate(squares, axis=1)[:, -1]  # in a fixed order: backends must agree
     deviation: NDArray[np.float64] = np.sqrt(total / (is_real.sum(1) * tokens))
     steps: Floats = (deviation * ratio).astype(np.float32)
     steps[deviation == 0] = 1
@@ -124,9 +124,9 @@ def steps_of(
 def errors_of(
     x: Floats, means: NDArray[np.float16], steps: Floats, quotients: Floats
 ) -> Floats | None:
-    """Return the largest error of each tile of *x*, f32 (n,), if it is *quotients* times the step.
+    """Return the largest error of each tile of *x*, f32 (n,), for *quotients* times the step.
 
-    None when one is off by more than half a step.
+    None if one exceeds half a step.
     """
     restored = quotients * steps[:, None, None] + means.astype(np.float32)[:, None]
     found: Floats = np.abs(x - restored).max((1, 2))
@@ -147,7 +147,7 @@ def as_tiles(x: Floats) -> Floats:
 
 
 def _structure(name: str, pointers: str, numbers: str = "", more: str = "") -> Any:
-    """Return a structure of these pointers, 64-bit numbers, and what else has 64 bits."""
+    """Return a structure of these pointers, 64-bit numbers, and more 64-bit fields."""
     kinds = [(pointers, ctypes.c_void_p), (numbers, ctypes.c_int64), (more, ctypes.c_void_p)]
     fields = [(each, kind) for names, kind in kinds for each in names.split()]
     return type(name, (ctypes.Structure,), {"_fields_": fields})
@@ -174,7 +174,7 @@ def _family() -> Any:
 
 
 def _block(words: Part, angles: Angles | None) -> Any:
-    """Return *words* (heads, tokens, dim) of bfloat16 or float32 as the loops take them."""
+    """Return the loops' structure of *words* (heads, tokens, dim), bfloat16 or float32."""
     heads, tokens, dim = words.shape
     if angles is None:
         return _Block(address(words), words.itemsize, heads, tokens, dim, 0, 0, 0)
@@ -189,7 +189,7 @@ def _block(words: Part, angles: Angles | None) -> Any:
 
 
 def _wide(bits: Part, dtype: DType) -> Part:
-    """Return *bits* C-ordered; half floats as float32's."""
+    """Return *bits* C-ordered; float16 as float32."""
     if dtype is DType.float16:
         return to_float32(bits, dtype).view(np.uint32)
     return contiguous(bits)
@@ -197,14 +197,14 @@ def _wide(bits: Part, dtype: DType) -> Part:
 
 @contextmanager
 def _writable(out: Part, dtype: DType) -> Iterator[Part]:
-    """Give what the loops write for *out*, then fill *out*.
+    """Yield an array for the loops to write, then copy it to *out*.
 
-    Half floats are written as float32's bits first, and rounded by numpy.
+    float16 is written as float32 first, and rounded by numpy.
     """
     if not out.flags.writeable:
         raise ValueError("assignment destination is read-only")
     if dtype is DType.float16:
-        wide = np.zeros(out.shape, "<u4")  # as what a refused frame leaves is seen, too
+        wide = np.zeros(out.shape, "<u4")  # zeros, as the caller also sees the rest of a bad frame
         yield wide
         from_float32(wide.view(np.float32), dtype, out)
         return
@@ -227,8 +227,8 @@ class KvqLoops:
     ) -> Tiles | None:  # fmt: skip
         """Quantise one block (heads, tokens, dim) by steps of *ratio* standard deviations.
 
-        *classes*, if any, are those of its tokens. None when the block cannot be coded within the
-        promise: NaN, infinities, magnitudes too large.
+        *classes*, if any, are those of its tokens. None when the error bound cannot be kept: NaN,
+        infinities, too large magnitudes.
         """
         words = _wide(bits, dtype)
         heads, tokens, dim = words.shape
@@ -255,7 +255,7 @@ class KvqLoops:
         )  # fmt: skip
 
     def dequantise(self, tiles: Tiles, dtype: DType, angles: Angles | None, out: Part) -> bool:
-        """Write *tiles* to a part's block; False when escapes are not as many as symbols say."""
+        """Write *tiles* to a part's block; False if escapes differ from their count."""
         _check_tiles(tiles, out)
         if tiles.symbols.shape != (len(tiles.steps), out.shape[1], TILE_CHANNELS):
             raise ValueError(f"symbols {tiles.symbols.shape} of {out.shape[1]} tokens")
@@ -273,7 +273,7 @@ class KvqLoops:
         return done(found) == 1
 
     def quotients(self, tiles: Tiles) -> Any:
-        """Return the whole numbers of *tiles*, f32; None when their escapes do not fit."""
+        """Return the quotients of *tiles*, f32; None if escapes differ from their count."""
         arrays = (contiguous(tiles.symbols), contiguous(tiles.escapes), contiguous(tiles.values))
         found = np.empty(tiles.symbols.shape, np.float32)
         given = _TilesIn(0, 0, *addresses(*arrays), len(tiles.escapes), len(tiles.values), 0, 0)
@@ -288,7 +288,7 @@ class KvqLoops:
         return out
 
     def add(self, quotients: Floats, thirds: Bytes8) -> None:
-        """Make *quotients* those of the next level, in place. *thirds* may be overwritten."""
+        """Refine *quotients* to the next level, in place. *thirds* may be overwritten."""
         if quotients.size != thirds.size:
             raise ValueError(f"{thirds.size} thirds of {quotients.size} numbers")
         given = contiguous(thirds)
@@ -305,8 +305,8 @@ class KvqLoops:
         self, quotients: Floats, tiles: Tiles, factors: Floats,
         given: tuple[DType, Angles | None, Part],
     ) -> None:  # fmt: skip
-        """Write *quotients* times *factors* f32 (tokens,), times the steps and about the means of
-        *tiles*. *given*: the type of a part's block, the angles to turn it by, where it goes.
+        """Write *quotients* times *factors* f32 (tokens,) times the steps of *tiles* plus their
+        means. *given*: the dtype of a part's block, the angles to rotate it by, its destination.
         *quotients* may be overwritten.
         """
         dtype, angles, out = given
@@ -325,9 +325,9 @@ class KvqLoops:
     def refine(
         self, bits: Part, dtype: DType, angles: Angles | None, tiles: Tiles
     ) -> list[Thirds] | None:
-        """Return the levels behind *tiles*, which *bits* were quantised to.
+        """Return the refinements of *tiles*, the quantised *bits*.
 
-        None when float32 is too coarse for the finest step.
+        None if float32 is too coarse for the finest step.
         """
         numbers = self.quotients(tiles)
         assert numbers is not None

@@ -1,13 +1,13 @@
-"""The kvtc codec: kvq's steps and models in the directions in which a model's KV varies.
+"""The kvtc codec: kvq's steps and models on the principal components of a model's KV.
 
-After KVTC (NVIDIA, ICLR 2026): keys are turned back by their rotary embedding, the channels of
-all heads are rotated onto calibrated principal components, and one step for all of them spends
-bits where the variance is; components that the step cannot see are dropped. Departures: kvq's
-distributions and rANS in place of DEFLATE, a common step in place of an allocation by dynamic
-programming, and of the tokens that the paper keeps exactly only the first four of a prompt,
-since a stored chunk does not know which tokens will be recent.
+After KVTC (NVIDIA, ICLR 2026): keys' rotation is undone, the channels of all heads are projected
+onto calibrated principal components, and one step for all of them spends bits where the variance
+is; components far below the step are dropped. Departures: kvq's distributions and rANS in place of
+DEFLATE, a common step in place of an allocation by dynamic programming, and of the tokens that the
+paper keeps exactly only the first four of a prompt, as the recent tokens of a stored chunk are
+unknown.
 
-Opt-in and without a bound: what the calibration never saw lies outside of the components.
+Opt-in and without an error bound: values unlike the calibration's lie outside the components.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ from kvstore.proto.errors import InvalidFrameError, InvalidRequestError
 from kvstore.proto.types import Accuracy, Component, DType
 
 MAX_CHANNELS = 1 << 13
-"""All heads' channels of a part: its basis has as many rows."""
+"""Channels of all heads of a part, the rows of its basis."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PartTables:
-    """One part of one layer. Channels are those of all heads, end to end; components ascend
-    from the direction of most variance.
+    """One part of one layer. Channels are those of all heads, end to end; components are in order
+    of falling variance.
 
     ``mean`` f32 (channels,), ``basis`` f32 (channels, components), ``variances`` f32
     (components,); ``deviation`` is that of all numbers about their means; ``frequencies`` f32
-    (pairs,) is what the keys are turned back by, None for what is not turned.
+    (pairs,) are of the rotation to undo, None for none.
     """
 
     mean: Floats
@@ -69,7 +69,7 @@ class PartTables:
     frequencies: Floats | None
 
     def kept(self, step: float) -> int:
-        """Return how many components are worth coding: those that a *step* can see."""
+        """Return how many components to code: deviations of at least a quarter of *step*."""
         return max(1, int((self.variances >= (step / 4) ** 2).sum()))
 
 
@@ -97,14 +97,14 @@ class KvtcTables(TurnedTables):
 
 
 SINK_TOKENS = 4
-"""First tokens of a prompt: attention leans on them, and they are like no others."""
+"""First tokens of a prompt, its attention sinks, whose values are outliers."""
 
 _PART = struct.Struct("<HHII")
 _BOX_ITEMS = 1 << 16
 
 
 class KvtcCodec(AssetCodec):
-    """Each part of a layer is one stream over its components. Needs an asset of its model."""
+    """A part of a layer is one stream over its components. Needs an asset of its model."""
 
     name = "kvtc"
     codec_id = 12
@@ -139,8 +139,8 @@ class KvtcCodec(AssetCodec):
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Coded:
-    """One part: ``exact`` its first tokens as they are, (kv_heads, sinks, head_dim); ``models``
-    u8, one for each component that was kept; the stream; escapes in (tokens, components).
+    """One part: ``exact``, its first tokens uncoded, (kv_heads, sinks, head_dim); ``models`` u8,
+    one for each coded component; the stream; escapes in (tokens, components).
     """
 
     exact: Part
@@ -198,7 +198,7 @@ def _padded(models: NDArray[np.uint8]) -> NDArray[np.uint8]:
 
 
 def _parse(cut: ByteCutter, component: Component, tables: PartTables) -> _Coded:
-    """Return the next part; sizes are checked before use."""
+    """Return the next part, checking sizes before use."""
     kept, sinks, count, words = _PART.unpack(cut.take("<u1", _PART.size).tobytes())
     heads, tokens, dim = component.shape
     if not 1 <= kept <= tables.basis.shape[1] or sinks > min(SINK_TOKENS, tokens):
@@ -239,7 +239,7 @@ def _decode(
 
 
 def _moved(coded: _Coded, frequencies: Floats | None, places: tuple[int, int]) -> Part:
-    """Return the exact tokens, rotated from where they were to where they are wanted."""
+    """Return the exact tokens, rotated from the first to the second of *places*."""
     if frequencies is None or places[0] == places[1]:
         return coded.exact
     values, tokens = to_float32(coded.exact, coded.dtype), coded.exact.shape[1]

@@ -1,9 +1,9 @@
-"""The lossless codec: blocks of byte planes, the exponents sieved. Lossless for every dtype.
+"""The lossless codec: blocks of byte planes with sieved exponents. Lossless for every dtype.
 
-The exponents of KV tensors are few and uneven, their signs and mantissas noise. Split apart
-block by block, while a block is in cache, the exponents alone are coded, by a sieve or by zstd
-where that is shorter, and the noise is stored as it is. The segment's layout stands in
-docs/format.md.
+The exponents of KV tensors are few and uneven, their signs and mantissas noise. The planes are
+split block by block, while a block is in cache; only the exponents are coded, by a sieve or, if
+that is shorter, by zstd, and the noise is stored uncompressed. docs/format.md specifies the
+segment.
 """
 
 from __future__ import annotations
@@ -29,29 +29,29 @@ Words: TypeAlias = NDArray[Any]
 """A flat, contiguous array of u8, u16 or u32, at any address."""
 
 Planes: TypeAlias = "Sequence[Bytes] | NDArray[np.uint8]"
-"""As many flat arrays of bytes as a word has bytes, plane 0 first."""
+"""Flat arrays of bytes, one per byte of a word, plane 0 first."""
 
 PASSES = 5
 VALUES = 3
-"""Byte values that a pass keeps."""
+"""Byte values that a pass codes."""
 GROUP = 64
-"""Bytes whose bits lie together: 64 low ones, then 64 high ones."""
+"""Bytes whose bits are stored together: 64 low ones, then 64 high ones."""
 GROUP_BYTES = 16
 PAD_BYTES = GROUP
-"""Readable, and writable, bytes that loops need behind those of a pass."""
+"""Readable and writable bytes that the loops need after those of a pass."""
 
 _HEAD = struct.Struct(f"<{PASSES * VALUES}BB{PASSES}I")
 
 _SAMPLE_SHIFT = 11
-"""About 2^11 bytes are counted, an odd number apart: heads have even numbers of channels."""
+"""About 2^11 bytes are sampled at an odd distance, as heads have even numbers of channels."""
 _MAX_COMMON = (2, 3)
-"""Share of the two commonest values above which an entropy coder gains much more."""
+"""Share of the two commonest values above which an entropy coder is much shorter."""
 _MAX_BITS = (33, 10)
-"""Bits a byte above which so few values are not most of them."""
+"""Bits per byte above which the sieve's values cover too few bytes."""
 
 
 def kind_of(dtype: DType) -> str:
-    """Return how words of *dtype* are split: by its name, or ``bytes`` for all of one byte."""
+    """Return how words of *dtype* are split: its name, or ``bytes`` for one-byte types."""
     return dtype.name if dtype.item_bytes > 1 else "bytes"
 
 
@@ -71,7 +71,7 @@ class Loops:
         split(address(words), *map(_out_address, planes), words.size)
 
     def join(self, kind: str, words: Words, planes: Planes) -> None:
-        """Do the reverse."""
+        """Join *planes* into *words*, the inverse of ``split``."""
         _check_planes(words, planes)
         if kind == "bytes":
             np.copyto(words, planes[0])
@@ -80,7 +80,7 @@ class Loops:
         join(_out_address(words), *addresses(*planes), words.size)
 
     def squeeze(self, data: Bytes, values: Bytes, scratch: Bytes, out: Bytes) -> list[int] | None:
-        """Sieve *data* into *out*; return what each pass left, None where *out* is too short."""
+        """Sieve *data* into *out*; return the bytes left after each pass, None if *out* is full."""
         _check_sieve(data, values, scratch)
         given, kept, counts = contiguous(data), contiguous(values), np.empty(PASSES, np.int64)
         is_done = self._native.sieve_squeeze(
@@ -92,7 +92,7 @@ class Loops:
     def spread(
         self, body: Bytes, values: Bytes, counts: list[int], scratch: Bytes, out: Bytes
     ) -> bool:
-        """Do the reverse; return whether every pass had what its bits say."""
+        """Undo ``squeeze``; return whether every pass matches its bits."""
         _check_sieve(out, values, scratch)
         if body_bytes(len(out), counts) != len(body) or max(counts) > len(out):
             return False
@@ -103,7 +103,7 @@ class Loops:
 
 
 def _out_address(data: NDArray[Any]) -> int:
-    """Return where *data* lies, to be written there. Raises ValueError where it is read-only."""
+    """Return the address of *data* for writing. Raises ValueError if it is read-only."""
     if not data.flags.writeable:
         raise ValueError("assignment destination is read-only")
     return address(data)
@@ -124,20 +124,20 @@ def _check_sieve(data: Bytes, values: Bytes, scratch: Bytes) -> None:
 
 
 def scratch_for(items: int) -> Bytes:
-    """Return what the loops need for planes of at most *items* bytes."""
+    """Return the loops' scratch memory for planes of at most *items* bytes."""
     return np.empty(2 * (items + PAD_BYTES), np.uint8)
 
 
 def body_bytes(items: int, counts: list[int]) -> int:
-    """Return the size of what follows a sieved plane's head: passes, then the bytes left."""
+    """Return the size of a sieved plane after its head: passes, then the remaining bytes."""
     entering = [items, *counts[:-1]]
     return sum(GROUP_BYTES * -(-count // GROUP) for count in entering) + counts[-1]
 
 
 def commonest(plane: Bytes) -> Bytes | None:
-    """Return the values that the passes should keep, or None where another code is shorter.
+    """Return the values for the passes to code, or None if another code is shorter.
 
-    By a sample and in whole numbers, so that all machines choose alike.
+    Uses a sample and integers only, so that all machines choose alike.
     """
     counts = np.bincount(plane[:: len(plane) >> _SAMPLE_SHIFT | 1], minlength=256)
     order = np.argsort(-counts, kind="stable")[: PASSES * VALUES]
@@ -153,9 +153,9 @@ def commonest(plane: Bytes) -> Bytes | None:
 
 
 def pack_sieved(plane: Bytes, loops: Loops, scratch: Bytes, out: Bytes) -> Bytes | None:
-    """Return *plane* sieved, at the start of *out*; None where that does not suit it.
+    """Return *plane* sieved, at the start of *out*; None if that does not pay.
 
-    *out* has as many bytes as a shorter result may have.
+    The size of *out* is the largest result that pays.
     """
     values = commonest(plane)
     if values is None or len(out) <= _HEAD.size:
@@ -184,32 +184,32 @@ def unpack_sieved(data: Bytes, loops: Loops, scratch: Bytes, out: Bytes) -> None
 
 
 BLOCK_BYTES = 1 << 19
-"""Decoded bytes of a block: block, planes and zstd's tables stay in the second-level cache."""
+"""Decoded bytes of a block, so that it, planes and zstd's tables fit the second-level cache."""
 
 _SIZE_BYTES = 4
 _WITH_EXPONENTS = frozenset({DType.bfloat16, DType.float32})
 
 _SAMPLES, _SAMPLE_BYTES = 8, 1024
-"""Pieces of a plane of noise that are tried first, so that noise costs next to nothing."""
+"""Samples of a noise plane that are compressed first, so that noise costs next to nothing."""
 _SIEVED = 1 << 31
-"""Set in the size of a plane that is sieved."""
+"""Flag in the size of a sieved plane."""
 _MAX_SIEVED_ITEMS = BLOCK_BYTES // 2
-"""Blocks of more elements, which are single rows, are not sieved, so that scratch stays fixed."""
+"""Larger blocks, which are single rows, are not sieved, so that scratch stays fixed."""
 _MIN_GAIN = 32
-"""A plane is sieved when that saves at least one part in so many."""
+"""A plane is coded if that saves at least one part in this many."""
 
 Stored: TypeAlias = "tuple[Bytes, bool]"
-"""A plane's bytes as they are stored, and whether they are sieved."""
+"""A plane's stored bytes, and whether they are sieved."""
 
 _WINDOW_LOG = 17
 
 
 class _Contexts(threading.local):
-    """One pair of contexts a thread: libzstd's must not be shared, and making one is dear."""
+    """One pair of contexts per thread: libzstd's are not thread-safe, and costly to create."""
 
     def __init__(self) -> None:
-        # Hashing of seven bytes finds next to no match in noise, which is the point: the
-        # literals then go straight to the entropy coder.
+        # Hashes of seven bytes find almost no match in noise, as intended: the literals then go
+        # straight to the entropy coder.
         parameters = zstandard.ZstdCompressionParameters(
             strategy=zstandard.STRATEGY_FAST, min_match=7, hash_log=6, window_log=_WINDOW_LOG,
             write_content_size=1,
@@ -222,7 +222,7 @@ _CONTEXTS = _Contexts()
 
 
 class _Rooms(threading.local):
-    """A thread's scratch, so that no block has the memory behind it found anew."""
+    """A thread's scratch memory, allocated once instead of for each block."""
 
     def __init__(self) -> None:
         self.exponents = np.empty(_MAX_SIEVED_ITEMS, np.uint8)
@@ -235,7 +235,7 @@ _ROOMS = _Rooms()
 class LosslessCodec(Codec):
     """Exact, about two thirds of the size for bfloat16, much faster than zstd over the words.
 
-    With *loops* these compute, else the compiled ones: they change no byte.
+    *loops* default to those of the fastest path; all give the same bytes.
     """
 
     name = "lossless"
@@ -247,11 +247,11 @@ class LosslessCodec(Codec):
         self._loops = loops or Loops()
 
     def max_segment_bytes(self, component: Component) -> int:
-        """Upper bound of one encoded layer: the plane table and every plane as it is."""
+        """Upper bound of one encoded layer: the plane table and every plane uncompressed."""
         return _table_bytes(component) + component.layer_bytes
 
     def encode_segment(self, parts: Sequence[Part], component: Component, out: Bytes) -> int:
-        """Encode one layer into *out* and return how many bytes were used."""
+        """Encode one layer into *out* and return the number of bytes used."""
         width, kind = component.dtype.item_bytes, kind_of(component.dtype)
         loops = self._loops
         has_exponents = component.dtype in _WITH_EXPONENTS
@@ -262,7 +262,7 @@ class LosslessCodec(Codec):
             for rows in _row_blocks(component):
                 words = bits[rows].reshape(-1)
                 room = out[end : end + words.nbytes]
-                planes = list(room.reshape(width, -1)[::-1])  # the exponents come last
+                planes = list(room.reshape(width, -1)[::-1])  # the exponents are last
                 is_sieved = has_exponents and len(words) <= _MAX_SIEVED_ITEMS
                 if is_sieved:
                     planes[0] = _ROOMS.exponents[: len(words)]
@@ -290,7 +290,7 @@ class LosslessCodec(Codec):
 
 
 def _block_rows(component: Component) -> int:
-    """Return how many rows a block has at most: BLOCK_BYTES, or one where that is longer.
+    """Return the most rows of a block: as many as fit BLOCK_BYTES, at least one.
 
     A part has kv_heads x tokens rows of head_dim elements.
     """
@@ -314,7 +314,7 @@ def _store_planes(
 ) -> list[int]:
     """Write *planes* (w times items), last first, to *room*; return their rows of the table.
 
-    Planes that cannot be coded lie in *room* already, but for the sieve's, which is plane 0.
+    Uncoded planes are already in *room*, except plane 0 if it is to be sieved.
     """
     sizes: list[int] = []
     end = 0
@@ -350,7 +350,7 @@ def _plain_planes(block: Sequence[Stored], items: int, loops: Loops) -> list[Byt
 
 
 def _compress(plane: Bytes, is_noise: bool) -> Bytes | None:
-    """Return *plane* compressed, or None when that gains too little."""
+    """Return *plane* compressed; None if that saves too little."""
     if is_noise and len(plane) > 4 * _SAMPLES * _SAMPLE_BYTES:
         rows = plane[: len(plane) // _SAMPLES * _SAMPLES].reshape(_SAMPLES, -1)
         if _deflate(np.ascontiguousarray(rows[:, :_SAMPLE_BYTES]).reshape(-1)) is None:
@@ -359,7 +359,7 @@ def _compress(plane: Bytes, is_noise: bool) -> Bytes | None:
 
 
 def _blocks(data: Bytes, component: Component) -> Iterator[list[Stored]]:
-    """Return the stored planes of each block, last first, once all lengths are checked."""
+    """Return the stored planes of each block, last first, after checking all lengths."""
     width = component.dtype.item_bytes
     end = _table_bytes(component)
     if len(data) < end:
@@ -385,7 +385,7 @@ def _blocks(data: Bytes, component: Component) -> Iterator[list[Stored]]:
 
 
 def _deflate(data: Bytes) -> Bytes | None:
-    """Return *data* as one zstd frame, or None when that gains too little."""
+    """Return *data* as one zstd frame; None if that saves too little."""
     packed = _CONTEXTS.compressor.compress(data.data)
     if len(packed) >= len(data) - len(data) // _MIN_GAIN:
         return None
@@ -393,7 +393,7 @@ def _deflate(data: Bytes) -> Bytes | None:
 
 
 def _inflate(data: Bytes, size: int) -> Bytes:
-    """Return the *size* bytes in the zstd frame *data*; its own claims are checked first."""
+    """Return the *size* bytes in the zstd frame *data*, checking its header first."""
     try:
         claim = zstandard.get_frame_parameters(data.data)
         if claim.content_size != size:

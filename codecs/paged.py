@@ -1,9 +1,9 @@
-"""Raw frames on a device, straight from and to an engine's paged KV.
+"""Direct copies between raw frames on a device and an engine's paged KV.
 
-An engine keeps K and V in blocks of a few tokens, all layers of which lie in one or a few large
-tensors (vLLM's paged attention: Kwon et al., arXiv 2309.06180, section 4). Rows of head_dim
-elements move between such pages and a frame on the same device, without a copy in between.
-torch is imported here, so only who has pages imports this file.
+An engine keeps K and V in blocks of a few tokens, with all layers in one or a few large tensors
+(vLLM's paged attention: Kwon et al., arXiv 2309.06180, section 4). Rows of head_dim elements move
+between such pages and a frame on the same device, without an intermediate copy. This file imports
+torch, so only users of pages import it.
 """
 
 from __future__ import annotations
@@ -26,20 +26,20 @@ from kvstore.proto.frame import FrameHeader, check_segment
 from kvstore.proto.types import ChunkShard, Component, DType, Extent, KVLayout, LayerKind
 
 SKIPPED_BLOCK = -1
-"""In a block table: no block."""
+"""Stands for no block in a block table."""
 
 
 @dataclass(frozen=True, slots=True)
 class Pages:
     """The pages of one component. ``views[layer][part]``: (blocks, kv_heads, block_tokens,
-    head_dim), of one device, dtype and strides, elements of a row next to each other.
+    head_dim), of one device, dtype and strides, with contiguous rows.
 
-    Raises LayoutMismatchError at birth.
+    The constructor raises LayoutMismatchError.
     """
 
     views: tuple[tuple[torch.Tensor, ...], ...]
     tables: tuple[int, ...] = ()
-    """Which of a request's block tables names the blocks of each layer; empty: all the first."""
+    """Index of each layer's block table among the request's; empty: the first for all."""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "tables", self.tables or (0,) * len(self.views))
@@ -59,7 +59,7 @@ class Pages:
 
     @property
     def first(self) -> torch.Tensor:
-        """The view that says what all are like."""
+        """A view with the shape, strides and dtype of all."""
         return self.views[0][0]
 
     def check(self, component: Component) -> None:
@@ -75,12 +75,12 @@ class Pages:
 
 @dataclass(frozen=True, slots=True)
 class Paged:
-    """Where a request is in an engine: the pages of each component, and the request's blocks.
+    """A request in an engine: the pages of each component, and the request's block tables.
 
     Token t of the request lies in slot ``t % block_tokens`` of ``table[t // block_tokens]``, of
-    the table of each layer. All tables have one length. What belongs in a ``SKIPPED_BLOCK`` is
-    neither read nor written. ``shard``: what the pages have of each chunk, as those of a rank
-    of a parallel engine; None: everything.
+    each layer's table. All tables have one length. Tokens of a ``SKIPPED_BLOCK`` are neither read
+    nor written. ``shard``: the part of each chunk in the pages, as for a rank of a parallel engine;
+    None: everything.
     """
 
     pages: tuple[Pages, ...]
@@ -93,9 +93,9 @@ class Paged:
         return len(self.tables[0])
 
     def check(self, layout: KVLayout, first_tokens: Sequence[int]) -> None:
-        """Raise unless chunks of *layout* that begin at *first_tokens* have slots of their own.
+        """Raise unless chunks of *layout* that begin at *first_tokens* have distinct slots.
 
-        LayoutMismatchError for pages of another layout, InvalidRequestError for other slots.
+        LayoutMismatchError for pages of another layout, InvalidRequestError for invalid slots.
         """
         components = layout.components
         if self.shard is not None:
@@ -133,7 +133,7 @@ class Paged:
 class FrameAt:
     """A raw frame in device memory, from byte ``offset``; its chunk begins at ``first_token``.
 
-    The header was parsed from host memory, and so is right, before anybody believes it.
+    The header was parsed, and thereby checked, from host memory.
     """
 
     offset: int
@@ -143,9 +143,9 @@ class FrameAt:
     def part_offsets(
         self, shard: ChunkShard | None = None
     ) -> Iterator[tuple[Component, list[int]]]:
-        """Yield each component, and where in memory each part of each of its layers begins.
+        """Yield each component, and the offset in memory of each part of each of its layers.
 
-        Of a *shard*: its layers, from its first head on.
+        With a *shard*: of its layers, from its first head on.
         """
         offsets = iter(self.header.segments["offset"].tolist())
         components = self.header.layout.components
@@ -164,15 +164,15 @@ class FrameAt:
 
 @dataclass(frozen=True, slots=True)
 class DeviceTables:
-    """Where frames are and a request's blocks, int64 on the device: brought there once for many
-    calls. ``starts`` as of ``frame_starts``, ``blocks`` all tables one behind the other.
+    """Frame starts and a request's blocks, int64 on the device, copied there once for many calls.
+    ``starts`` are from ``frame_starts``, ``blocks`` all tables concatenated.
     """
 
     starts: torch.Tensor
     blocks: torch.Tensor
 
     def cut(self, first: int, stop: int) -> DeviceTables:
-        """Return those of frames *first* to *stop*."""
+        """Return the tables of frames *first* to *stop*."""
         return DeviceTables(self.starts[2 * first : 2 * stop], self.blocks)
 
 
@@ -182,35 +182,35 @@ def frame_starts(frames: Sequence[FrameAt]) -> NDArray[np.int64]:
 
 
 Sums = Callable[[], list[list[int]]]
-"""Waits for checksums that were begun; returns those of each frame, in order of segments."""
+"""Waits for queued checksums; returns those of each frame, in order of segments."""
 
 
 class FrameKernels(ABC):
-    """What is done to raw frames on one device, on torch's current stream of it.
+    """Operations on raw frames on one device, on its current torch stream.
 
-    Several frames of one layout in one piece of memory (uint8) cost hardly more calls than one.
+    Several frames of one layout in one piece of memory (uint8) take hardly more calls than one.
     Thread-safe.
     """
 
     @abstractmethod
     def sums(self, memory: torch.Tensor, frames: Sequence[FrameAt]) -> Sums:
-        """Begin to compute xxh3_64 of every segment of *frames*, of which there is one at least."""
+        """Queue the computation of xxh3_64 of every segment of *frames*, at least one."""
 
     @abstractmethod
     def tables(self, starts: NDArray[np.int64], paged: Paged) -> DeviceTables:
-        """Bring to the device where frames are, as of ``frame_starts``, and the tables of *paged*.
+        """Copy *starts*, from ``frame_starts``, and the tables of *paged* to the device.
 
-        Kept by the caller until all that reads them is done.
+        The caller keeps them until all work that reads them is done.
         """
 
     @abstractmethod
     def words(
         self, memory: torch.Tensor, tables: DeviceTables, before: int, count: int
     ) -> Callable[[], NDArray[np.int64]]:
-        """Begin to read *count* words of eight bytes, from *before* bytes before each frame on.
+        """Queue a read of *count* words of eight bytes, from *before* bytes before each frame on.
 
         The returned function waits for them, a row for each frame; zeros past the end of memory.
-        Frames and *before* are at multiples of eight.
+        Offsets of frames and *before* are multiples of eight.
         """
 
     @abstractmethod
@@ -223,14 +223,14 @@ class FrameKernels(ABC):
         *,
         to_pages: bool,
     ) -> None:
-        """Copy all rows to the pages, or from them. What is given was checked.
+        """Copy all rows to the pages, or from them; arguments were checked.
 
-        *tables* are those of *frames* and *paged*, where they were brought before.
+        *tables* are those of *frames* and *paged*, if they are already on the device.
         """
 
     def scatter(self, memory: torch.Tensor, frames: Sequence[FrameAt], paged: Paged) -> Sums:
-        """Copy frames of one layout into the pages and begin to sum them: as they are copied, or
-        after that, so that the sums prove what was copied. Raises as ``check`` does, before.
+        """Queue copies of frames of one layout into the pages, and their sums: in the same pass or
+        after it, so that the sums cover the copied bytes. Raises as ``check`` does, before that.
         """
         self.check(memory, frames, paged)
         return self.start(memory, frames, paged)
@@ -253,7 +253,7 @@ class FrameKernels(ABC):
         paged: Paged,
         tables: DeviceTables | None = None,
     ) -> Sums:
-        """Do what ``scatter`` does with what was checked; *tables* as in ``move``."""
+        """Do what ``scatter`` does, without checks; *tables* as in ``move``."""
         self.move(memory, frames, paged, tables, to_pages=True)
         return self.sums(memory, frames)
 
@@ -289,7 +289,7 @@ def check_frames(
 
 
 class HostKernels(FrameKernels):
-    """The same on the CPU, by torch's indexing: for tests, and to compare with."""
+    """The kernels on the CPU, by torch's indexing: for tests and as a reference."""
 
     @override
     def sums(self, memory: torch.Tensor, frames: Sequence[FrameAt]) -> Sums:

@@ -1,10 +1,9 @@
 """Interleaved rANS: 32 lanes over one stream of 16-bit words, static models per channel.
 
 Range asymmetric numeral systems (Duda 2013, arXiv 1311.2540, section 3; Giesen 2014, arXiv
-1402.3392, on interleaving). A lane's state is a u32 in [2^16, 2^32), frequencies have 12 bits,
-a state grows or shrinks by one u16 word at a time, which makes the final state of decoding
-2^16 in every lane: a check of the stream that costs nothing. The stream's layout stands in
-docs/format.md. The loops are `native/rans.c`.
+1402.3392, on interleaving). A lane's state is a u32 in [2^16, 2^32), frequencies have 12 bits, and
+a state grows or shrinks by one u16 word at a time. Decoding ends at 2^16 in every lane, which
+checks the stream for free. docs/format.md specifies the stream. The loops are `native/rans.c`.
 """
 
 from __future__ import annotations
@@ -40,8 +39,8 @@ MAX_SYMBOLS = 256
 class ModelTable:
     """Static distributions: ``frequencies`` u16 (models, symbols), each row of sum 4096.
 
-    A symbol of frequency 0 cannot be coded. No frequency exceeds 4095, so that one fits 12
-    bits: a row has at least two symbols. Raises InvalidFrameError, since tables travel.
+    A symbol of frequency 0 cannot be coded. No frequency exceeds 4095, so that it fits 12 bits: a
+    row has at least two symbols. Raises InvalidFrameError, as tables may come from files.
     """
 
     frequencies: U16
@@ -71,9 +70,9 @@ class ModelTable:
     def encode_symbols(self) -> U64:
         """Per model and symbol: frequency | start << 12 | floor(2^32 / frequency) << 32.
 
-        u64 (models, 256), so that no u8 symbol can point outside. A state before coding is less
-        than frequency * 2^20, hence ``state * reciprocal >> 32`` is its quotient by the
-        frequency or one less: the remainder tells, and no lane ever divides.
+        u64 (models, 256), so that no u8 symbol indexes outside. A state before coding is less than
+        frequency * 2^20, hence ``state * reciprocal >> 32`` is its quotient by the frequency or one
+        less: the remainder decides, and no lane divides.
         """
         rows = self.frequencies.astype(np.uint64)
         starts = np.cumsum(rows, axis=1, dtype=np.uint64) - rows
@@ -85,7 +84,7 @@ class ModelTable:
 
 
 class Stream(NamedTuple):
-    """The stream of n tiles: ``states`` u32 (n, 32), ``counts`` u32 (n,) of their ``words`` u16."""
+    """The stream of n tiles: ``states`` u32 (n, 32), ``counts`` of words u32 (n,), ``words`` u16."""
 
     states: U32
     counts: U32
@@ -99,8 +98,8 @@ class Backend:
         self._native = loops(path)
 
     def encode_tiles(self, symbols: U8, models: U8, table: ModelTable) -> Stream:
-        """Encode *symbols* u8 (tiles, tokens, channels) by *models* u8 (tiles, channels), or by
-        one for each symbol, in the shape of *symbols*.
+        """Encode *symbols* u8 (tiles, tokens, channels) by *models* u8 (tiles, channels), or one
+        model for each symbol, in the shape of *symbols*.
 
         Channels are a multiple of 64. Raises InvalidRequestError for shapes that disagree or a
         symbol that its model cannot code.
@@ -113,10 +112,10 @@ class Backend:
     def decode_tiles(
         self, states: U32, counts: U32, words: U16, models: U8, table: ModelTable, out: U8
     ) -> None:
-        """Decode what ``encode_tiles`` returned into *out* u8 (tiles, tokens, channels), C order.
+        """Decode a stream of ``encode_tiles`` into *out* u8 (tiles, tokens, channels), C order.
 
         Raises InvalidFrameError unless every lane ends at 2^16 and each tile uses exactly its
-        words; *out* then holds rubbish. No index that it takes from the stream leaves the arrays.
+        words; *out* is then undefined. No stream can move an index out of the arrays.
         """
         if not out.flags.c_contiguous:
             raise InvalidRequestError("out", out.strides, "give a C-ordered array")
@@ -133,7 +132,7 @@ class Backend:
             raise InvalidFrameError("words", len(words), "the stream does not end where it must")
 
     def encode(self, symbols: U8, models: U8, table: ModelTable) -> Stream:
-        """Do what ``encode_tiles`` does with what was checked."""
+        """Do what ``encode_tiles`` does, without checks."""
         tiles, tokens, channels = symbols.shape
         states = np.full((tiles, LANES), MIN_STATE, np.uint32)
         counts, words = np.empty(tiles, np.uint32), np.empty(symbols.size, np.uint16)
@@ -147,7 +146,7 @@ class Backend:
     def decode(
         self, states: U32, counts: U32, words: U16, models: U8, table: ModelTable, out: U8
     ) -> bool:
-        """Decode what was checked; return whether the stream ended as it must."""
+        """Decode without checks of arguments; return whether the stream ended as required."""
         tiles, tokens, channels = out.shape
         arrays = (states.copy(), counts, words, models, table.decode_slots, out)
         sizes = (tiles, tokens * channels, channels)
@@ -156,17 +155,17 @@ class Backend:
 
 @lru_cache(maxsize=4)
 def native_backend(path: str | None = None) -> Backend:
-    """Return the loops of *path*; of this processor's best where it is None."""
+    """Return the loops of *path*; None: of the fastest."""
     return Backend(path)
 
 
 def uncodable() -> InvalidRequestError:
-    """Return the error of a symbol that its model gives no slot."""
+    """Return the error for a symbol of frequency 0 in its model."""
     return InvalidRequestError("symbols", "frequency 0", "code only what the model knows")
 
 
 def _by_channel(symbols: U8, models: U8) -> tuple[U8, U8]:
-    """One token of very many channels gives each symbol a model of its own."""
+    """Return a model for each symbol as a model for each channel of a single long token."""
     if models.ndim < 3 or models.shape != symbols.shape:
         return symbols, models
     return symbols.reshape(len(symbols), 1, -1), models.reshape(len(models), -1)

@@ -1,6 +1,6 @@
-// The decoder of codecs/rans.py for CUDA: one warp a tile, one thread a lane. Put before the source
-// of a codec's kernels, and compiled with it. A state is any u32 and no word behind the stream's
-// last is read, whatever the stream says; every loop ends.
+// The decoder of codecs/rans.py for CUDA: one warp per tile, one thread per lane. Compiled before,
+// and with, the source of a codec's kernels. For any stream, even an invalid one, no word after
+// its last is read and every loop ends; a state may be any u32.
 
 typedef unsigned char u8;
 typedef unsigned short u16;
@@ -15,7 +15,7 @@ static const u32 MIN_STATE = 1u << 16;
 static const u32 BUCKETS = 128;
 static const u32 BUCKET_BITS = 5;  // slots of a bucket
 
-// What decoding found wrong; codecs/kvq_kernels.py has the names.
+// Faults found by decoding; codecs/kvq_kernels.py has their names.
 static const u32 BAD_COUNTS = 1, BAD_MODELS = 8, BAD_STREAM = 16, BAD_ESCAPES = 32;
 
 struct Stream {
@@ -34,7 +34,7 @@ __device__ static u32 lane_of() { return threadIdx.x % LANES; }
 
 __device__ static u32 lanes_below() { return (1u << lane_of()) - 1; }
 
-// The sum of the lanes' values up to and with its own.
+// Inclusive prefix sum over the lanes.
 __device__ static u64 sum_to_here(u64 value) {
     for (u32 distance = 1; distance < LANES; distance *= 2) {
         const u64 before = __shfl_up_sync(EVERY_LANE, value, distance);
@@ -43,8 +43,8 @@ __device__ static u64 sum_to_here(u64 value) {
     return value;
 }
 
-// Decode the lane's next symbol. `entries` has start | frequency << 16 of each symbol of one model,
-// of sum 4096; `buckets` the symbol of each 32nd slot, from where the right one is looked for.
+// Decodes the lane's next symbol. `entries` has start | frequency << 16 of each symbol of a model,
+// of sum 4096; `buckets` the symbol of each 32nd slot, from which the search starts.
 __device__ static u32 next_symbol(Stream& stream, const u32* entries, const u8* buckets) {
     const u32 slot = stream.state & (SLOTS - 1);
     u32 symbol = buckets[slot >> BUCKET_BITS];
@@ -53,7 +53,7 @@ __device__ static u32 next_symbol(Stream& stream, const u32* entries, const u8* 
     stream.state = (entry >> 16) * (stream.state >> PROBABILITY_BITS) + slot - (entry & 0xFFFFu);
     const bool needs = stream.state < MIN_STATE;
     const u32 all = __ballot_sync(EVERY_LANE, needs);
-    if (needs) {  // lanes take the words in their order
+    if (needs) {  // lanes take the words in lane order
         const u32 at = stream.used + __popc(all & lanes_below());
         stream.state = stream.state << 16 | stream_word(stream, at);
     }
@@ -61,7 +61,7 @@ __device__ static u32 next_symbol(Stream& stream, const u32* entries, const u8* 
     return symbol;
 }
 
-// Whether all lanes ended as they must, told to each.
+// Whether all lanes ended as required; every lane returns the result.
 __device__ static bool ends_well(const Stream& stream) {
     const bool is_whole = stream.state == MIN_STATE && stream.used == stream.count;
     return __ballot_sync(EVERY_LANE, is_whole) == EVERY_LANE;

@@ -1,4 +1,4 @@
-"""The raw codec: the tensors' own bytes, one part after another."""
+"""The raw codec: the tensors' bytes, part after part."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ from kvstore.proto.types import END_KINDS, Accuracy, Component, KVLayout
 
 
 class RawCodec(Codec):
-    """Copy, nothing else: what memory tiers hold and zero-copy readers look into."""
+    """Plain copies, for memory tiers and zero-copy readers."""
 
     name = "raw"
     codec_id = 0
@@ -68,11 +68,11 @@ class RawCodec(Codec):
 
     @override
     def check_header(self, header: FrameHeader) -> None:
-        """Also raise InvalidFrameError unless each layer has its size: then views may be taken
-        at the places that the layout alone gives.
+        """Also raise InvalidFrameError unless each layer has its size, so that the layout alone
+        determines the offsets of views.
         """
         if (header.codec_id, header.codec_revision, header.levels, header.asset) != _PLAIN:
-            super().check_header(header)  # which says what is wrong
+            super().check_header(header)  # raises with the reason
         stored = header.segments["stored_bytes"]
         sizes = _raw_rows(header.layout)["stored_bytes"]
         wrong = np.flatnonzero(stored != sizes)
@@ -81,7 +81,7 @@ class RawCodec(Codec):
             raise InvalidFrameError("stored_bytes", int(stored[wrong[0]]), fix)
 
     def max_segment_bytes(self, component: Component) -> int:
-        """Upper bound of one encoded layer; raw layers always have exactly this size."""
+        """Size of one encoded layer, exact for this codec."""
         return component.layer_bytes
 
     def max_frame_bytes(self, layout: KVLayout) -> int:
@@ -96,9 +96,9 @@ class RawCodec(Codec):
         out: Bytes,
         terms: EncodeTerms | None = None,
     ) -> FrameHeader:
-        """Copy each layer to where the layout has it; *terms* change nothing.
+        """Copy each layer to its offset; *terms* are ignored.
 
-        Raises as ``Codec.encode`` does. One loop for all layers, as in ``decode_into``.
+        Raises as ``Codec.encode`` does. One call for all layers, as in ``decode_into``.
         """
         layout = template.layout
         if (found := pieces_in(layout, tensors)) is None:
@@ -120,10 +120,10 @@ class RawCodec(Codec):
         return header
 
     def pieces(self, template: FrameTemplate, tensors: AnyTensors) -> list[Bytes] | None:
-        """Return the frame that ``encode`` writes as its header, then what lies in *tensors*.
+        """Return the frame of ``encode`` as pieces: its header, then views of *tensors*.
 
-        Nothing is copied: they are what is summed. None where a part is in blocks or strided.
-        Raises as ``encode`` does.
+        Nothing is copied, and the checksums cover the views. None if a part is in blocks or
+        strided. Raises as ``encode`` does.
         """
         layout = template.layout
         check_tensors(layout, tensors)
@@ -157,14 +157,14 @@ class RawCodec(Codec):
     def encode_checked(
         self, parts: Sequence[AnyPart], component: Component, out: Bytes
     ) -> tuple[int, int]:
-        """Copy one layer into *out*, summing what arrived while it is in cache."""
+        """Copy one layer into *out*, summing the copy while it is in cache."""
         size = component.layer_bytes
         return size, _encode_summed(parts, component, out[:size])
 
     def decode_checked(
         self, header: FrameHeader, index: int, data: Bytes, out: Sequence[AnyPart]
     ) -> None:
-        """Copy one layer into *out*, summing what was copied while it is in cache."""
+        """Copy one layer into *out*, summing it while it is in cache."""
         component = header.layout.components[int(header.segments[index]["component"])]
         if len(data) != component.layer_bytes:
             raise _wrong_size(data, component)
@@ -175,8 +175,8 @@ class RawCodec(Codec):
     def decode_into(self, header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
         """Copy each segment into *out*, summing it while it is in cache.
 
-        Raises as ``Codec.decode_into`` does. One loop for all layers: a call for each costs a
-        tenth of the copies of a chunk.
+        Raises as ``Codec.decode_into`` does. One call for all layers: a call per layer adds a tenth
+        to the copies of a chunk.
         """
         self.check_header(header)
         found = pieces_in(header.layout, out, is_target=True)
@@ -190,13 +190,13 @@ class RawCodec(Codec):
         else:
             pieces, places = found
             sums = pieces.copy(frame, places)
-            if sums != header.segments["checksum"].tolist():  # windows may be left out, too
+            if sums != header.segments["checksum"].tolist():  # or windows are left out
                 pieces.check(header, sums)
 
     def decode_by_layer(self, header: FrameHeader, frame: Sliced, out: AnyTensors) -> None:
-        """Do the same a layer at a time: into blocks or strided tensors, or out of a file.
+        """Do the same layer by layer: into blocks or strided tensors, or from a file.
 
-        Raises InvalidFrameError for a frame that is cut short, too.
+        Also raises InvalidFrameError for a truncated frame.
         """
         check_tensors(header.layout, out, is_target=True)
         starts = header.segments["offset"].tolist()
@@ -229,9 +229,9 @@ class RawCodec(Codec):
     def views(self, header: FrameHeader, frame: Bytes) -> ChunkTensors:
         """Return the tensors inside a raw *frame* without copying, writable when it is.
 
-        Unsigned integers of the dtype's size, as in ``empty_tensors``. Nothing is verified
-        but sizes: ``check_frame`` is the caller's. Raises InvalidFrameError,
-        UnknownCodecError for a frame of another codec.
+        Unsigned integers of the dtype's size, as in ``empty_tensors``. Only sizes are verified: the
+        caller does ``check_frame``. Raises InvalidFrameError, UnknownCodecError for a frame of
+        another codec.
         """
         self.check_header(header)
         segments = iter(range(header.layout.segment_count))
@@ -248,11 +248,11 @@ RAW = RawCodec()
 _PLAIN = (RawCodec.codec_id, RawCodec.revision, 0, NO_ASSET)
 _GAP = np.zeros(ALIGN_BYTES, np.uint8)
 OUT, AT, UNITS, SIZE, SUM = range(5)
-"""Columns of a piece as the loops of ``native/sums.c`` take it."""
+"""Columns of a piece for the loops of ``native/sums.c``."""
 
 
 class RawPieces(NamedTuple):
-    """The parts of raw layers as rows of ``native/sums.c``, to be copied and summed in one call.
+    """The parts of raw layers as rows of ``native/sums.c``, to copy and sum in one call.
 
     ``AT`` counts from the frame's start. ``segments`` are the layers' numbers.
     """
@@ -260,9 +260,9 @@ class RawPieces(NamedTuple):
     rows: NDArray[np.uint64]
     segments: Sequence[int]
     is_past: bool
-    """Whether it is so much that copies pass the caches: who reads it next is another core."""
+    """Whether copies are large enough to bypass the caches, as the next reader is another core."""
     address: int
-    """Of the rows."""
+    """Address of the rows."""
 
     def copy(
         self,
@@ -272,7 +272,7 @@ class RawPieces(NamedTuple):
         is_encode: bool = False,
         native: Loops | None = None,
     ) -> list[int]:
-        """Copy the parts to *places* out of *frame*, or into it; return the layers' checksums."""
+        """Copy the parts from *frame* to *places*, or back; return the layers' checksums."""
         count = len(places)
         found = (ctypes.c_uint64 * len(self.segments))()
         (native or loops()).copy_frame(
@@ -282,7 +282,7 @@ class RawPieces(NamedTuple):
         return found[:]
 
     def read(self, descriptor: int, offset: int, places: Sequence[int]) -> list[int] | None:
-        """Do the same out of a file that has the frame at *offset*; None if it is not all there."""
+        """Do the same from a file with the frame at *offset*; None if it is incomplete."""
         rows = self.rows.copy()
         rows[:, OUT] = places
         rows[:, AT] += np.uint64(offset)
@@ -304,8 +304,8 @@ def pieces_in(
 ) -> tuple[RawPieces, list[int]] | None:
     """Return the pieces of a raw frame of *layout*, and the addresses of all parts of *tensors*.
 
-    None where these are to be copied layer by layer, after ``check_tensors``: one is in blocks,
-    strided, not of whole units or no part of *layout*, or a target that cannot be written to.
+    None if these must be copied layer by layer, after ``check_tensors``: one is in blocks, strided,
+    not of whole units, not as in *layout*, or a read-only target.
     """
     if not isinstance(tensors, Sequence) or len(tensors) != len(layout.components):
         return None
@@ -333,8 +333,8 @@ def pieces_in(
 
 @lru_cache(maxsize=256)
 def raw_pieces(layout: KVLayout, *layers: int) -> RawPieces | None:
-    """Return the pieces of a raw frame of *layout*, of each component all *layers*, or, of windows
-    and states that are not wanted, 0. None where a part is not of whole units.
+    """Return the pieces of a raw frame of *layout*. *layers* is each component's layer count, or 0
+    to leave out a window or state. None if a part is not of whole units.
     """
     starts = _raw_rows(layout)["offset"].tolist()
     rows: list[tuple[int, ...]] = []
@@ -359,7 +359,7 @@ def raw_pieces(layout: KVLayout, *layers: int) -> RawPieces | None:
 def _encode_layers(
     layout: KVLayout, tensors: AnyTensors, out: Bytes, *, is_summed: bool
 ) -> list[int]:
-    """Copy *tensors* to their places in *out* a layer at a time; return the checksums, or zeros."""
+    """Copy *tensors* to their offsets in *out* layer by layer; return the checksums, or zeros."""
     starts = _raw_rows(layout)["offset"].tolist()
     checksums: list[int] = []
     for component, layers in zip(layout.components, tensors, strict=True):
@@ -388,7 +388,7 @@ def _checksum(pieces: Sequence[Bytes]) -> int:
 
 @lru_cache(maxsize=64)
 def _gaps(layout: KVLayout) -> list[tuple[int, int]]:
-    """Return where the bytes begin and end that lie between the layers of a raw frame."""
+    """Return start and end of each gap between the layers of a raw frame."""
     rows = _raw_rows(layout)
     starts = rows["offset"].tolist()
     ends = [header_bytes(layout), *(rows["offset"] + rows["stored_bytes"]).tolist()]
@@ -396,7 +396,7 @@ def _gaps(layout: KVLayout) -> list[tuple[int, int]]:
 
 
 def flat_parts(parts: Sequence[AnyPart]) -> list[Bytes] | None:
-    """Return the bytes of *parts*; None where one is in blocks or strided."""
+    """Return the bytes of *parts*; None if one is in blocks or strided."""
     found: list[Bytes] = []
     for part in parts:
         if not (isinstance(part, np.ndarray) and part.flags.c_contiguous):
@@ -406,13 +406,13 @@ def flat_parts(parts: Sequence[AnyPart]) -> list[Bytes] | None:
 
 
 def _pairs(room: Bytes, flat: Sequence[Bytes]) -> list[tuple[Bytes, Bytes]]:
-    """Return the pieces of *room* beside each of *flat*, which are of one size."""
+    """Return *room* cut into equal pieces, each paired with one of *flat*."""
     size = len(room) // len(flat)
     return [(room[at * size : (at + 1) * size], part) for at, part in enumerate(flat)]
 
 
 def _encode_summed(parts: Sequence[AnyPart], component: Component, room: Bytes) -> int:
-    """Copy one layer into *room* and return the checksum of what arrived."""
+    """Copy one layer into *room* and return the checksum of the copy."""
     flat = flat_parts(parts)
     if flat is not None:
         return copy_groups([_pairs(room, flat)])[0]
@@ -425,7 +425,7 @@ def _encode_summed(parts: Sequence[AnyPart], component: Component, room: Bytes) 
 
 
 def _pieces(layer: Bytes, out: Sequence[AnyPart]) -> Pieces | None:
-    """Return where to and what of a raw layer; None where a part is in blocks or strided."""
+    """Return the copies of a raw layer to *out*; None if a part is in blocks or strided."""
     flat = flat_parts(out)
     return None if flat is None else [(room, data) for data, room in _pairs(layer, flat)]
 
@@ -453,7 +453,7 @@ def _scatter_part(data: Bytes, part: AnyPart, digest: xxh3_64) -> None:
 def _blocks(view: Part, part: AnyPart) -> Iterator[tuple[Part, AnyPart]]:
     """Yield matching blocks of a frame's part and a caller's, each of a few heads.
 
-    A block stays in the second-level cache, so that its checksum costs next to nothing.
+    A block fits the second-level cache, so that its checksum costs next to nothing.
     """
     theirs = part.view(view.dtype)
     heads = max(1, BLOCK_BYTES * len(view) // max(1, view.nbytes))
@@ -491,7 +491,7 @@ def _wrong_size(data: Bytes, component: Component) -> InvalidFrameError:
 
 
 def raw_header(template: FrameTemplate, checksums: Sequence[int] | None = None) -> FrameHeader:
-    """Return the header of the raw frame of *template*; checksums are zero until given."""
+    """Return the header of the raw frame of *template*; checksums default to zero."""
     rows = _raw_rows(template.layout)
     if checksums is not None:
         rows = rows.copy()
@@ -507,9 +507,9 @@ def raw_header(template: FrameTemplate, checksums: Sequence[int] | None = None) 
 
 @lru_cache(maxsize=64)
 def _raw_rows(layout: KVLayout) -> NDArray[Any]:
-    """Return the segment table of *layout* under this codec, but for the checksums.
+    """Return the segment table of *layout* under this codec, without checksums.
 
-    Raises InvalidFrameError for a layout that no frame has room for.
+    Raises InvalidFrameError for a layout beyond a frame's limits.
     """
     check_limits(len(layout.components), layout.segment_count, layout.raw_bytes)
     rows = np.zeros(layout.segment_count, SEGMENT_DTYPE)

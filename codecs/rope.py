@@ -1,10 +1,10 @@
-"""Rotary embedding: the angles that a model's keys were turned by, and turning them back.
+"""Rotary embedding: the angles of a model's keys, and rotation by them.
 
 RoPE (Su et al., RoFormer, arXiv 2104.09864, section 3.4.2), in the half-split order of Llama:
-channel i of the rotated ones is paired with channel i + pairs. The frequencies follow the rules
-``default``, ``linear`` (position interpolation), ``llama3`` and ``yarn`` (arXiv 2309.00071) as
-transformers computes them, and ``ntk``, the fixed change of base that the last one starts from
-(its section 3.1); ``dynamic``, which changes the base with the prompt's length, is none of them.
+rotated channel i is paired with channel i + pairs. The frequencies follow the rules ``default``,
+``linear`` (position interpolation), ``llama3`` and ``yarn`` (arXiv 2309.00071) as in transformers,
+and ``ntk``, the fixed change of base that yarn is based on (its section 3.1); ``dynamic``, which
+changes the base with the prompt's length, is not supported.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ Doubles: TypeAlias = NDArray[np.float64]
 
 
 def inverse_frequencies(rope: RopeParameters | None, head_dim: int) -> Floats | None:
-    """Return the angle a token of each pair, f32 (pairs,), in radians; None for what is not known.
+    """Return the angle per token of each pair, f32 (pairs,), in radians; None for unknown rules.
 
-    None too for models without rotary embedding. A scaling of the keys' length, as yarn has,
-    is left in them: it does not move with the position.
+    Also None for models without rotary embedding. A scaling of the keys' length, as in yarn, is
+    left in the keys: it does not depend on the position.
     """
     if rope is None or not 2 <= rope.rotary_dim <= min(head_dim, 2 * MAX_PAIRS):
         return None
@@ -104,7 +104,7 @@ KNOWN_RULES = tuple(_RULES)
 
 
 def key_gain(rope: RopeParameters) -> float:
-    """Return what rotated keys are longer by, 1 but for ``yarn``: its attention temperature.
+    """Return the scaling of rotated keys: yarn's attention temperature, else 1.
 
     YaRN, section 3.4, as transformers computes it: ``attention_factor`` when stated, else from
     ``mscale`` and ``mscale_all_dim``, else 0.1 ln(factor) + 1.
@@ -136,9 +136,9 @@ def rotation(frequencies: Floats, position: int, tokens: int) -> tuple[Floats, F
 
 
 def rotate(rows: Floats, cosine: Floats, sine: Floats) -> None:
-    """Turn *rows*, f32 (heads, tokens, head_dim), by their angles, in place.
+    """Rotate *rows*, f32 (heads, tokens, head_dim), by their angles, in place.
 
-    Give ``-sine`` to turn back. Each product and sum is rounded by itself.
+    ``-sine`` undoes a rotation. Each product and sum is rounded separately.
     """
     pairs = cosine.shape[1]
     first, second = rows[..., :pairs], rows[..., pairs : 2 * pairs]

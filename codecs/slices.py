@@ -1,7 +1,7 @@
-"""Parts of chunks: token rows of raw layers, and shards, what one rank of an engine holds.
+"""Parts of chunks: token rows of raw layers, and shards, the part of one rank of an engine.
 
-A layer has one checksum, so who cuts rows verifies all of it, and sums what is left. That sum is
-bound to the layer and to the rows: rows of another layer, or others of this one, do not pass.
+A layer has one checksum, so the sender of rows verifies the whole layer, and sums the rows. That
+sum depends on the layer and the row numbers: rows of another layer, or other rows, do not match.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ from kvstore.proto.row_mask import Rows, SkippedRows
 from kvstore.proto.types import ChunkShard, Component, Extent, LayerKind
 
 SUM_BYTES = 8
-"""xxh3_64 behind the rows, little-endian."""
+"""xxh3_64 after the rows, little-endian."""
 
 _ROWED = (LayerKind.attention, LayerKind.mla)
-"""Kinds of layers that have a row for each token of their chunk."""
+"""Kinds of layers with a row for each token of the chunk."""
 
 
 def kept_rows(header: FrameHeader, skipped: SkippedRows | None, chunk: int) -> Rows | None:
-    """Return the rows of chunk number *chunk* that are read; None: its layers come whole.
+    """Return the rows to read of chunk number *chunk*; None: whole layers.
 
-    Whole ones are all but raw ones: only there is a row so many bytes of the layer.
+    Only raw layers are cut, as only their rows have a fixed size.
     """
     if skipped is None or header.codec_id != RAW.codec_id or header.levels:
         return None
@@ -52,13 +52,13 @@ def kept_rows(header: FrameHeader, skipped: SkippedRows | None, chunk: int) -> R
 
 
 def cut_bytes(header: FrameHeader, index: int, kept: Rows) -> int:
-    """Return how many bytes the rows *kept* of segment *index* take, their sum included."""
+    """Return the size of the rows *kept* of segment *index*, including their sum."""
     component = _component(header, index)
     return component.layer_bytes // component.tokens * len(kept) + SUM_BYTES
 
 
 def cut_rows(header: FrameHeader, index: int, data: Bytes, kept: Rows) -> Bytes:
-    """Verify *data*, segment *index* of a raw frame, and return its rows *kept* and their sum.
+    """Verify *data*, segment *index* of a raw frame; return its rows *kept* and their sum.
 
     Raises ChunkCorruptError.
     """
@@ -76,10 +76,10 @@ def cut_rows(header: FrameHeader, index: int, data: Bytes, kept: Rows) -> Bytes:
 def place_cut(
     header: FrameHeader, index: int, data: Bytes, kept: Rows, out: Sequence[Part]
 ) -> None:
-    """Verify *data*, what ``cut_rows`` made of segment *index*, and write its rows to *out*.
+    """Verify *data*, from ``cut_rows`` of segment *index*, and write its rows to *out*.
 
-    *out*: (kv_heads, tokens, head_dim) each; other rows stay as they are. Raises
-    ChunkCorruptError; nothing is written then.
+    *out*: (kv_heads, tokens, head_dim) each; other rows are unchanged. Raises ChunkCorruptError
+    before writing anything.
     """
     is_long = len(data) == cut_bytes(header, index, kept)
     if not is_long or data[-SUM_BYTES:].tobytes() != _sum(header, index, data[:-SUM_BYTES], kept):
@@ -94,7 +94,7 @@ def copy_kept(
 ) -> None:
     """Verify *data*, segment *index* of a raw frame, and copy its rows *kept* to *out*.
 
-    Raises ChunkCorruptError. Where the memory of *data* may be reused, confirm it afterwards.
+    Raises ChunkCorruptError. If the memory of *data* may be reused, confirm it afterwards.
     """
     check_segment(header, index, checksum(data))
     for view, part in zip(part_views(data, _component(header, index)), out, strict=True):
@@ -121,12 +121,12 @@ def _sum(header: FrameHeader, index: int, rows: Bytes, kept: Rows) -> bytes:
 
 @lru_cache(maxsize=64)
 def shard_frame_bytes(shard: ChunkShard) -> int:
-    """Size of the raw frame of *shard*."""
+    """Return the size of the raw frame of *shard*."""
     return raw_frame_bytes(shard.layout) + _longer_header(shard)
 
 
 def _longer_header(shard: ChunkShard) -> int:
-    """Return what rows of components that are left out add to a header."""
+    """Return the header bytes for components that *shard* does not cover."""
     return header_bytes(shard.layout, 0, shard) - header_bytes(shard.layout)
 
 
@@ -135,8 +135,8 @@ def encode_shard(
 ) -> FrameHeader:
     """Write the raw frame of *shard* to the start of *out* and return its header.
 
-    *template* is that of the chunk, *tensors* those of ``shard.layout``. Raises
-    LayoutMismatchError, InvalidFrameError when *out* is too short.
+    *template* is the chunk's, *tensors* have ``shard.layout``. Raises LayoutMismatchError,
+    InvalidFrameError when *out* is too short.
     """
     shift = _longer_header(shard)
     plain = RAW.encode(replace(template, layout=shard.layout), tensors, out[shift:])
@@ -148,7 +148,7 @@ def encode_shard(
 
 
 def _named(header: FrameHeader, names: NDArray[Any]) -> NDArray[Any]:
-    """Return the segments of *header*, called as *names* are."""
+    """Return the segments of *header* with the component and layer numbers of *names*."""
     segments = header.segments.copy()
     segments["component"], segments["layer"] = names["component"], names["layer"]
     return segments
@@ -165,12 +165,11 @@ def decode_shard(header: FrameHeader, frame: Bytes, out: AnyTensors) -> None:
 
 
 def cut(header: FrameHeader, frame: Sliced, shard: ChunkShard, out: AnyTensors) -> None:
-    """Decode what *shard* covers of the whole chunk in *frame* into *out*.
+    """Decode the part of the whole chunk in *frame* that *shard* covers into *out*.
 
-    Layers that it does not reach are not looked at. Of the others every byte is verified, those
-    of other heads too, as a layer has one checksum. A window or state that *out* has no layers
-    for is not looked at either. Raises as ``Codec.decode_into``, and
-    InvalidFrameError for a frame of another layout.
+    Layers outside the shard are not read. Of the others every byte is verified, including other
+    heads, as a layer has one checksum. A window or state for which *out* has no layers is not read
+    either. Raises as ``Codec.decode_into``, and InvalidFrameError for a frame of another layout.
     """
     if header.shard is not None or header.layout != shard.whole:
         raise InvalidFrameError("layout", header.layout, f"expected {shard.whole}")
@@ -192,7 +191,7 @@ def cut(header: FrameHeader, frame: Sliced, shard: ChunkShard, out: AnyTensors) 
 
 
 def _segments(shard: ChunkShard) -> Iterator[tuple[int, Component, Extent]]:
-    """Yield the segment of each layer that *shard* reaches, its component and extent."""
+    """Yield the segment of each layer that *shard* covers, its component and extent."""
     start = 0
     for component, extent in zip(shard.whole.components, shard.extents, strict=True):
         if extent is not None:

@@ -1,8 +1,8 @@
-"""Measures codecs on a little synthetic KV, in bounded time.
+"""Measures codecs on a small synthetic KV sample, in bounded time.
 
-The sample has what codecs live on: channels of their own mean and spread, a few of them many
-times the rest (KIVI, arXiv 2402.02750, section 3), neighbouring tokens alike. Its ratios are
-no promise for a model's KV; its speeds are those of this machine.
+The sample has the structure that codecs exploit: channels with individual mean and spread, a few
+outlier channels (KIVI, arXiv 2402.02750, section 3), similar adjacent tokens. Ratios of a model's
+KV may differ; speeds are those of this machine.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ from kvstore.proto.types import (
 class CodecSpeed:
     """A codec, measured on one thread. Speeds count decoded bytes.
 
-    ``ratio`` is decoded over stored bytes, headers included. Raises InvalidRequestError at
-    birth for figures that are not positive.
+    ``ratio`` is decoded over stored bytes, headers included. The constructor raises
+    InvalidRequestError for figures that are not positive.
     """
 
     name: str
@@ -57,7 +57,7 @@ class CodecSpeed:
 
     @property
     def break_even_bytes_per_s(self) -> float:
-        """The link from which on raw frames are faster when load and decode take turns.
+        """Link speed from which on raw frames are faster, if load and decode do not overlap.
 
         Loading S bytes takes S / B raw and S / (B ratio) + S / decode coded.
         """
@@ -65,11 +65,11 @@ class CodecSpeed:
 
     @property
     def full_gain_bytes_per_s(self) -> float:
-        """The link up to which decoding keeps up, when it runs beside the next load."""
+        """Link speed up to which decoding keeps up, if it overlaps the next load."""
         return self.decode_bytes_per_s / self.ratio
 
     def load_bytes_per_s(self, link_bytes_per_s: float) -> float:
-        """Decoded bytes a second over such a link, decoding beside the next load."""
+        """Return decoded bytes per second over a link, if decoding overlaps the next load."""
         return min(link_bytes_per_s * self.ratio, self.decode_bytes_per_s)
 
 
@@ -90,7 +90,7 @@ class Sample:
 
 
 def make_sample(seed: int = 0) -> Sample:
-    """Return 2 MiB of KV that *seed* makes."""
+    """Return 2 MiB of KV generated from *seed*."""
     draw = np.random.default_rng(seed)
     component = Component(LayerKind.attention, DType.bfloat16, LAYERS, KV_HEADS, HEAD_DIM, TOKENS)
     layers = [[_part(draw, outliers=True), _part(draw, outliers=False)] for _ in range(LAYERS)]
@@ -119,17 +119,17 @@ def _part(draw: np.random.Generator, *, outliers: bool) -> NDArray[np.uint16]:
 
 
 def backend_of(codec: Codec) -> str:
-    """Return what does the work of *codec* here: ``numpy``, or the compiled loops it found."""
+    """Return the backend of *codec*: ``numpy``, or the path of the compiled loops."""
     return "numpy" if codec.codec_id == RawCodec.codec_id else native.paths()[0]
 
 
 def measure(
     name: str, codec: Codec, sample: Sample, clock: Callable[[], float], budget_s: float
 ) -> CodecSpeed:
-    """Return what *codec* does to *sample*: the best of what fits *budget_s*, once at least.
+    """Measure *codec* on *sample*: the best of the rounds within *budget_s*, at least one.
 
-    The first use is not counted in either. *clock* returns seconds.
-    Raises UnknownCodecError or LayoutMismatchError for one that cannot be used.
+    A first warm-up round is excluded. *clock* returns seconds. Raises UnknownCodecError or
+    LayoutMismatchError if the codec cannot code the sample.
     """
     layout = sample.template.layout
     out = np.empty(codec.max_frame_bytes(layout), np.uint8)
@@ -146,7 +146,7 @@ def measure(
         encode_s, decode_s = min(encode_s, between - begin), min(decode_s, now - between)
         if now >= end:
             break
-    least_s = 1e-9  # of a clock that is too coarse
+    least_s = 1e-9  # for a coarse clock
     return CodecSpeed(
         name,
         backend_of(codec),

@@ -1,4 +1,4 @@
-"""Moving a frame from one codec to another, as demotion and promotion do."""
+"""Transcodes a frame from one codec to another, for demotion and promotion."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstore.proto.types import Accuracy, Component, KVLayout
 
 
 def max_transcoded_bytes(layout: KVLayout, codec: Codec) -> int:
-    """Room that ``transcode`` of a frame of *layout* to *codec* asks for."""
+    """Return the buffer size that ``transcode`` of a frame of *layout* to *codec* needs."""
     return codec.max_frame_bytes(layout)
 
 
@@ -33,12 +33,12 @@ def transcode(
 ) -> FrameHeader:
     """Write *frame* under *codec* to the start of *out* and return the new header.
 
-    Every segment is verified on the way; key, identity, position, cost and flags stay as they
-    are, accuracy becomes the lower of the two and error bounds add up; what is decoded from a
-    lossy frame is marked as restored, with that frame's codec. The same codec makes a checked
-    copy. At most one decoded layer, and the refinements that *codec* writes, are held beside
-    *frame* and *out*, which must not overlap.
-    Raises InvalidFrameError, ChunkCorruptError or UnknownCodecError; *out* then holds rubbish.
+    Every segment is verified; key, identity, position, cost and flags are unchanged, accuracy
+    becomes the lower of the two and error bounds add up; a frame decoded from a lossy one is marked
+    as restored, with that frame's codec. The same codec makes a verified copy. Besides *frame* and
+    *out*, which must not overlap, memory holds at most one decoded layer and the refinements that
+    *codec* writes.
+    Raises InvalidFrameError, ChunkCorruptError or UnknownCodecError; *out* is then undefined.
     """
     header = parse_header(frame)
     if header.frame_bytes != len(frame):
@@ -70,7 +70,7 @@ def transcode(
 
 
 def _lowered(encoded: FrameHeader, source: FrameHeader, out: Bytes) -> FrameHeader:
-    """Return the header of *encoded* as what it is: no better than its *source*."""
+    """Return the header of *encoded* with an accuracy no better than its *source*'s."""
     if source.accuracy is Accuracy.exact:
         return encoded
     accuracy = min(encoded.accuracy, source.accuracy)
@@ -99,7 +99,7 @@ def _verified(header: FrameHeader, frame: Bytes, index: int) -> Bytes:
 def _fill(
     header: FrameHeader, frame: Bytes, index: int, source: Codec, parts: Sequence[Part]
 ) -> None:
-    """Decode layer *index* of *frame* into *parts*, all levels of it."""
+    """Decode layer *index* of *frame*, with all levels, into *parts*."""
     count = header.layout.segment_count
     data = [_verified(header, frame, at) for at in range(index, len(header.segments), count)]
     component = header.layout.components[int(header.segments[index]["component"])]
@@ -107,7 +107,7 @@ def _fill(
 
 
 def _decoded(header: FrameHeader, frame: Bytes, source: Codec) -> Iterator[list[Part]]:
-    """Yield each decoded layer of *frame*; one memory for all, but where a raw frame has them."""
+    """Yield each decoded layer of *frame*: views of a raw frame, else in one shared buffer."""
     is_raw = isinstance(source, RawCodec)
     size = 0 if is_raw else max(c.layer_bytes for c in header.layout.components)
     room = np.empty(size, np.uint8)

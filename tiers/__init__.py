@@ -1,1 +1,1 @@
-"""Tiers hold frames on one medium each."""
+"""Tiers: each stores frames on one medium."""

@@ -1,4 +1,4 @@
-"""Where things lie in a fixed range of bytes."""
+"""Allocation in a fixed range of bytes."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.proto.types import ChunkKey
 
 
 class Span(NamedTuple):
-    """A chunk from *start* to *end* of a range, or a hole: that has no key."""
+    """A chunk from *start* to *end* of a range, or a hole, which has no key."""
 
     start: int
     end: int
@@ -19,17 +19,17 @@ class Span(NamedTuple):
 
 
 class FreeList:
-    """What is free of 0..capacity_bytes, in multiples of granule_bytes. Owns no memory.
+    """The free ranges of 0..capacity_bytes, in multiples of granule_bytes. Owns no memory.
 
-    The owner remembers what it took, and how much, and locks. An allocation takes the smallest hole
-    that fits; a free joins both neighbours at once, so two holes never touch. Each costs O(log n)
-    comparisons and moves parts of two lists of the holes.
+    The owner tracks its allocations and their sizes, and locks. An allocation takes the smallest
+    hole that fits; a free merges with both neighbours, so two holes never touch. Each costs
+    O(log n) comparisons and moves parts of two sorted lists.
     """
 
     def __init__(self, capacity_bytes: int, granule_bytes: int) -> None:
         self._granule = granule_bytes
         self.used_bytes = capacity_bytes
-        """Bytes handed out, rounding included."""
+        """Allocated bytes, rounding included."""
         self._ends: dict[int, int] = {}
         """End of each hole by its start."""
         self._starts: list[int] = []
@@ -40,15 +40,15 @@ class FreeList:
 
     @property
     def largest_free_bytes(self) -> int:
-        """Size of the largest hole: whatever is not larger can be allocated."""
+        """Size of the largest hole, the largest possible allocation."""
         return self._by_size[-1][0] if self._by_size else 0
 
     def holes(self) -> list[Span]:
-        """Return the holes as they are now."""
+        """Return the current holes."""
         return [Span(start, end) for start, end in self._ends.items()]
 
     def rounded(self, size_bytes: int) -> int:
-        """Return what an allocation of *size_bytes* takes. Raises InvalidRequestError below 1."""
+        """Return *size_bytes* in whole granules. Raises InvalidRequestError below 1."""
         if size_bytes < 1:
             raise InvalidRequestError("size_bytes", size_bytes, "give a positive size")
         return -(-size_bytes // self._granule) * self._granule
@@ -65,8 +65,8 @@ class FreeList:
         return offset
 
     def reserve_at(self, offset: int, size_bytes: int) -> bool:
-        """Take exactly the range that was allocated as *size_bytes* at *offset* before. False,
-        changing nothing, when any of it is taken or outside, or no allocation could lie there.
+        """Allocate *size_bytes* at exactly *offset*, as before a restart. Returns False, changing
+        nothing, when any of it is allocated or outside, or *offset* is no granule.
         """
         if size_bytes < 1 or offset < 0 or offset % self._granule:
             return False
@@ -81,7 +81,7 @@ class FreeList:
         return True
 
     def free_range(self, offset: int, size_bytes: int) -> None:
-        """Free what was allocated as *size_bytes* at *offset*; anything else corrupts the list."""
+        """Free the allocation of *size_bytes* at *offset*; other ranges corrupt the list."""
         end = offset + self.rounded(size_bytes)
         at = bisect_left(self._starts, offset)
         if end in self._ends:
@@ -107,10 +107,10 @@ class FreeList:
 
 
 def adjacent_run(spans: Iterable[Span], key: ChunkKey, size_bytes: int) -> list[ChunkKey]:
-    """Return *key* and the neighbours that, with the holes between them, are *size_bytes* long.
+    """Return *key* and neighbours that, with the holes between them, span *size_bytes*.
 
-    *spans* are the chunks and holes of one range. The run grows towards the smaller neighbour;
-    it may stay too short, between reservations or the range's ends.
+    *spans* are the chunks and holes of one range. The run grows towards the smaller neighbour; it
+    stays shorter between reservations or at the range's ends.
     """
     found = sorted(spans)
     low = high = [span.key for span in found].index(key)

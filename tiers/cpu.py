@@ -32,18 +32,18 @@ from kvstore.tiers.locations import LocationTable
 PAGE_BYTES = 4096
 GRANULE_BYTES = 64
 BLOCK_HEADER_BYTES = 64
-"""Before each frame; keeps frames 64-byte aligned and ends in the generation."""
+"""Precedes each frame; keeps frames 64-byte aligned and ends in the generation."""
 _WORD_BYTES = 8
 _FIRST_GENERATION = 0x5EED_B10C_0000_0000
-"""High, so that tensor bytes over a former generation word hardly ever look like one."""
+"""High, so that tensor bytes over a former generation word are unlikely to match one."""
 
 _slab_ids = count(1)
-"""One for the process: a slab_id means one memfd for as long as any client may remember it."""
+"""One per process: slab ids are never reused, as clients may cache them."""
 
 
 @dataclass(slots=True)
 class Slab:
-    """One memfd. ``tenant`` is its owner; of an empty slab, which nobody owns, its last."""
+    """One memfd. ``tenant`` is its owner; an empty slab keeps its last owner's name."""
 
     slab_id: int
     fd: int
@@ -52,19 +52,19 @@ class Slab:
     tenant: str
     holes: FreeList
     is_announced: bool = False
-    """Whether its memory was announced to a device; ``forget`` ends that."""
+    """Whether its memory was registered with a device; ``forget`` ends that."""
     forget: Callable[[], None] | None = None
 
     def release(self) -> None:
-        """Let go of it; readers that map it keep its pages until they unmap them."""
+        """Release the memfd; readers that map it keep its pages until they unmap them."""
         if self.forget is not None:
             self.forget()
-        # Our map goes with its last view: mmap.close() would raise while a caller holds one.
+        # Our mapping ends with its last view: mmap.close() would raise while a caller holds one.
         os.close(self.fd)
 
 
 def open_slab(slab_bytes: int, tenant: str) -> Slab:
-    """Create a memfd that nobody but this mapping will ever write to. Raises OSError."""
+    """Create a memfd that only this mapping can write to. Raises OSError."""
     fd = unix_socket.create_memfd("kvstore-slab", slab_bytes)
     try:
         memory = mmap.mmap(fd, slab_bytes)
@@ -82,15 +82,15 @@ def open_slab(slab_bytes: int, tenant: str) -> Slab:
 class CpuTier(Tier):
     """An arena of sealed memfd slabs.
 
-    ``capacity_bytes`` is rounded down to whole slabs, created when first needed. A slab belongs to
-    one tenant at a time: TierFullError may come while ``free_bytes`` is large, and evicting the
-    ``chunks_sharing_block`` of one slab makes it anyone's. One that changes hands keeps its pages,
-    beyond the capacity, until the last client unmaps it. A reserve looks at each slab at most
-    twice and a slab takes two file descriptors: prefer few large slabs.
+    ``capacity_bytes`` is rounded down to whole slabs, created on demand. A slab belongs to one
+    tenant at a time: TierFullError is possible while ``free_bytes`` is large, and evicting the
+    ``chunks_sharing_block`` of one slab frees it for any tenant. A slab replaced for another tenant
+    keeps its pages, beyond the capacity, until the last client unmaps it. A reserve checks each
+    slab at most twice and a slab takes two file descriptors: prefer few large slabs.
 
-    *tell* announces each slab's memory, before its first frame is written, to a device that copies
-    from it, and returns how to end that. Raises InvalidRequestError unless slab_bytes is a
-    positive multiple of 4096 and the capacity holds one slab.
+    *tell* registers each slab's memory, before its first frame is written, with a device that
+    copies from it, and returns the function that unregisters it. Raises InvalidRequestError unless
+    slab_bytes is a positive multiple of 4096 and the capacity holds one slab.
     """
 
     name = "cpu"
@@ -119,7 +119,7 @@ class CpuTier(Tier):
         self._slabs: dict[int, Slab] = {}
         self._sealed = LocationTable()
         self._reserved: dict[object, Place] = {}
-        """Places by themselves: no other reservation ever has their generation."""
+        """Keyed by place: generations are unique."""
         self._generations = count(_FIRST_GENERATION, 2)
         self._closed = False
 
@@ -136,7 +136,7 @@ class CpuTier(Tier):
             slab.words[first // _WORD_BYTES - 1] = generation
             self._reserved[place] = place
             is_new, slab.is_announced = not slab.is_announced, True
-        # Outside the lock: both take as long as touching all pages of a large slab.
+        # Outside the lock: both take the time to touch all pages of a large slab.
         for old in retired:
             old.release()
         if is_new and self._tell is not None:
@@ -155,7 +155,7 @@ class CpuTier(Tier):
         return slab, start
 
     def _add_slab(self, need_bytes: int, tenant: str, retired: list[Slab]) -> Slab:
-        """Create a slab, in the place of another tenant's empty one when there are enough."""
+        """Create a slab, which replaces another tenant's empty one at the limit of slabs."""
         empty = (slab for slab in self._slabs.values() if not slab.holes.used_bytes)
         old = next(empty, None) if len(self._slabs) == self._max_slabs else None
         full = len(self._slabs) == self._max_slabs and old is None
@@ -166,8 +166,8 @@ class CpuTier(Tier):
         except OSError as error:
             raise TierUnavailableError(self.name, f"cannot create a slab: {error}") from error
         if old is not None:
-            # A new memfd and not the old one zeroed: processes of the former tenant may still
-            # map that, and would see through their maps whatever the new tenant puts there.
+            # A new memfd, as zeroing the old one is not enough: processes of the former tenant
+            # may still map it, and would see the new tenant's bytes.
             retired.append(self._slabs.pop(old.slab_id))
         self._slabs[slab.slab_id] = slab
         return slab
@@ -209,7 +209,7 @@ class CpuTier(Tier):
 
     def _free(self, place: Place) -> None:
         slab = self._slabs[place.number]
-        # Odd before the room can be handed out: a reader that still copies will notice.
+        # Odd before the space can be reused: a reader that still copies detects it.
         slab.words[place.offset // _WORD_BYTES - 1] += np.uint64(1)
         start = place.offset - BLOCK_HEADER_BYTES
         slab.holes.free_range(start, self.allocated_bytes(place.size_bytes))
@@ -232,8 +232,8 @@ class CpuTier(Tier):
         return True
 
     def peek(self, key: ChunkKey) -> Bytes | None:
-        """Return the sealed frame's bytes, read-only and not copied; None when absent. They stay
-        what they are while the caller keeps the chunk from being deleted.
+        """Return a read-only view of the sealed frame; None when absent. Its bytes do not change
+        while the caller keeps the chunk from being deleted.
         """
         with self._lock:
             place = self._sealed.location(key)
@@ -244,21 +244,21 @@ class CpuTier(Tier):
         return frame
 
     def locate(self, key: ChunkKey) -> Place | None:
-        """Return where clients find the sealed frame; None when absent."""
+        """Return the place of the sealed frame for clients; None when absent."""
         with self._lock:
             return self._sealed.location(key)
 
     def place_rows(self, keys: Sequence[ChunkKey]) -> bytes:
-        """Return where clients find the frames, as rows of places; zeros for absent ones."""
+        """Return the places of the frames for clients, as rows; zeros for absent ones."""
         with self._lock:
             return self._sealed.place_rows(keys)
 
     def slab_file(self, slab_id: int, tenant: str) -> int:
         """Return a descriptor of the slab, for a process of *tenant* to map read-only.
 
-        It is the caller's to close: the slab's own may be closed, and its number given to
-        another tenant's slab, as soon as the slab is empty.
-        Raises InvalidRequestError for an unknown slab, PermissionDeniedError for another's.
+        The caller closes it. It is a duplicate: the slab's own may be closed, and its number reused
+        for another tenant's memfd, as soon as the slab is empty.
+        Raises InvalidRequestError for an unknown slab, PermissionDeniedError for another tenant's.
         """
         with self._lock:
             slab = self._slabs.get(slab_id)

@@ -1,4 +1,4 @@
-"""The disk tier: frames in preallocated data files, their places in LMDB."""
+"""The disk tier: frames in preallocated data files, indexed in LMDB."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, DirectIO, FileIO
 from kvstore.tiers.locations import LocationTable
 
 DEFAULT_FILE_BYTES = 4 << 30
-"""Data files of a tier from 64 GiB on; smaller tiers have about sixteen."""
+"""Size of data files from a capacity of 64 GiB on; smaller tiers have about sixteen files."""
 READ_AHEAD_BYTES = 64 << 20
-"""What the kernel is asked to read ahead at a time."""
+"""Upper limit of one ``prefetch``."""
 STEP_BYTES = 1 << 19
-"""A step of a read that is checked as it comes: larger ones have left a core's own cache by then,
-smaller ones cost more calls than they gain.
+"""Bytes read before each check: larger steps leave a core's own cache before it, smaller ones cost
+more calls than they gain.
 """
 
 RUN_BYTES = 2 << 20
-"""What is read and summed at once: who abandons a load waits for no more."""
+"""Bytes read and summed in one call; bounds how long an abandoned load continues."""
 
 
 def file_bytes_for(capacity_bytes: int, largest_frame_bytes: int = 256 << 20) -> int:
-    """Return the size of the data files of a new tier: a power of two and its 32nd.
+    """Return the size of the data files of a new tier: a power of two plus a 32nd of it.
 
-    Few enough to open, enough of them for several tenants, and the odd 32nd because a frame is
-    a power of two and its header, of which a power of two would hold one less than it could.
+    The files are few enough to open and enough for several tenants. A frame is a power of two plus
+    its header, so a file without the extra 32nd would hold one frame less.
     """
     near = 1 << max(1, capacity_bytes // 16).bit_length() - 1
     least = 1 << max(1, largest_frame_bytes - 1).bit_length()
@@ -60,13 +60,13 @@ def _place(row: IndexRow) -> Place:
 
 
 class DiskTier(Tier):
-    """Frames on local file systems, found again after a restart.
+    """Frames on local file systems; they survive a restart.
 
-    A data file has frames of one tenant, from the first to its end, so that a descriptor of it
-    shows nobody else's bytes: TierFullError may come while bytes are free, and evicting the
-    ``chunks_sharing_block`` of one file makes its room anyone's. When one of several folders
-    fails, nothing is put there for a while; the others serve. What is deleted may come back after
-    a crash, over another chunk's bytes: every caller checks keys and checksums.
+    A data file has frames of one tenant for its whole life, so that its descriptor exposes no other
+    tenant's bytes: TierFullError is possible while bytes are free, and evicting the
+    ``chunks_sharing_block`` of one file frees it for any tenant. When one of several folders fails,
+    puts avoid it for a while; the others serve. A deleted chunk may reappear after a crash, over
+    another chunk's bytes: every caller checks keys and checksums.
     """
 
     name: ClassVar[str] = TIER
@@ -82,13 +82,13 @@ class DiskTier(Tier):
         is_direct: bool = False,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """Own *folders*, given with their capacities, and recover what they hold. The first takes
+        """Lock *folders*, given with their capacities, and recover their chunks. The first takes
         *index_bytes* more.
 
-        *file_bytes*, the size of the data files, bounds a frame and counts only for a new folder.
-        *is_direct* reads and writes past the page cache. Raises TierUnavailableError, naming the
-        fix, when a folder is another process's, of another format or tier, not writable or too
-        small; what was made is then removed.
+        *file_bytes*, the size of the data files, bounds a frame and applies to new folders only.
+        *is_direct* reads and writes past the page cache. Raises TierUnavailableError with the fix
+        when a folder is in use, of another format or tier, not writable or too small; everything
+        created is then removed.
         """
         self._path = folders[0][0]
         self._index = DiskIndex(self._path / "index", index_bytes)
@@ -132,7 +132,7 @@ class DiskTier(Tier):
             if self._commit.index_full:
                 self._commit.commit_all()
             if failure := self._commit.write_failure:
-                # What is there can be read all the same.
+                # Stored chunks stay readable.
                 raise TierUnavailableError(TIER, failure, is_partial=True)
             if self._commit.index_full:
                 raise TierFullError(TIER, size, 0)
@@ -166,8 +166,8 @@ class DiskTier(Tier):
 
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
-        """Make the frame visible; with *durable* return once its key, sealed here or before, is
-        committed. Raises TierFullError, too, when the index is full; the room is then free.
+        """Make the frame visible; with *durable* return once its key, sealed now or before, is
+        committed. Also raises TierFullError when the index is full; the space is then free.
         """
         with self._calling():
             with self._lock:
@@ -208,7 +208,7 @@ class DiskTier(Tier):
     def _read_verified(
         self, file: DataFile, start: int, out: Bytes, verifier: FrameVerifier
     ) -> None:
-        """Fill *out* with the frame in steps; segments are summed as they are read."""
+        """Fill *out* with the frame in steps, summing segments as they are read."""
         done = 0
         if len(out) >= READ_LOOP_FROM_BYTES and self._files.io.can_sum:
             done = verifier.header_bytes
@@ -223,7 +223,7 @@ class DiskTier(Tier):
             done = segments[-1][1]
             verifier.update(done)
         while done < len(out):
-            # A short rest comes with the last step: one more read costs more than it is worth.
+            # A short rest joins the last step: a separate read would cost more than it saves.
             stop = done + STEP_BYTES if done + 3 * STEP_BYTES // 2 < len(out) else len(out)
             self._files.read(file, start + done, out[done:stop])
             verifier.update(stop)
@@ -231,7 +231,7 @@ class DiskTier(Tier):
 
     @override
     def prefetch(self, keys: Sequence[ChunkKey]) -> None:
-        """Have the kernel read the chunks ahead, ``READ_AHEAD_BYTES`` of them at most."""
+        """Have the kernel read the chunks ahead, at most ``READ_AHEAD_BYTES``."""
         left = READ_AHEAD_BYTES
         for key in keys:
             with self._calling(key) as found:
@@ -316,7 +316,7 @@ class DiskTier(Tier):
 
     @override
     def close(self) -> None:
-        """Commit what is pending, then release the folders. Idempotent."""
+        """Commit pending rows, then release the folders. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -329,8 +329,8 @@ class DiskTier(Tier):
 
     @contextmanager
     def _calling(self, key: ChunkKey | None = None) -> Iterator[tuple[DataFile, Place] | None]:
-        """Keep ``close`` from closing files under a call: their numbers might be reused. Gives the
-        file and the place of *key*; None when it is absent.
+        """Hold back ``close`` during a call, as closed descriptors might be reused. Yields file and
+        place of *key*; None when it is absent.
         """
         with self._lock:
             self._check_open()
@@ -369,7 +369,7 @@ class DiskTier(Tier):
         return None if place is None else (self._files.by_number[place.number], place)
 
     def _remove(self, key: ChunkKey) -> bool:
-        """Forget a chunk and free its room. Return whether it was there."""
+        """Delete a chunk and free its space. Return whether it was present."""
         place = self._chunks.pop(key)
         if place is not None:
             self._files.by_number[place.number].free.free_range(place.offset, place.size_bytes)

@@ -34,7 +34,7 @@ from kvstore.tiers.disk_io import (
 )
 
 FOLDER_RETRY_S = 5.0
-"""How long nothing is put into one of several folders after it failed."""
+"""How long puts avoid one of several folders after a failure."""
 
 _FILE_NAME = re.compile(r"(\d{4,})\.kv")
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
@@ -45,30 +45,30 @@ logger = structlog.get_logger(__name__)
 
 
 class DirectoryId(NamedTuple):
-    """Which folder this is: number ``position``, from 0, of ``folders`` of the set ``set_id``."""
+    """Identity of a folder: number ``position``, from 0, of ``folders`` of the set ``set_id``."""
 
     set_id: str
     position: int
     folders: int
 
     def line(self) -> bytes:
-        """Return what the folder's file ``DISK`` says."""
+        """Return the content of the folder's file ``DISK``."""
         return signed_line(f"kvstore disk-set 1 {self.set_id} {self.position} {self.folders}")
 
     @classmethod
     def read(cls, path: Path) -> DirectoryId | None:
-        """Return what the folder *path* says it is; None when it says nothing."""
+        """Return the identity stored in the folder *path*; None if there is none."""
         words = read_signed_line(path / "DISK", "disk-set")
         return None if words is None else cls(words[0], int(words[1]), int(words[2]))
 
 
 @dataclass(eq=False)
 class DataFile:
-    """One file of frames. It has one owner from its first frame until it is deleted; nobody owns a
-    blank one.
+    """One file of frames. It has one owner from its first frame until it is deleted; a blank one
+    has none.
 
-    ``is_known`` is False for a file of which nobody knows whose bytes it ever held: it is never
-    shared. The descriptor is closed with the last reference: no read or sync meets a closed one.
+    ``is_known`` is False for a file whose past owners are unknown: it is never shared. The
+    descriptor is closed with the last reference, so no read or sync uses a closed one.
     """
 
     directory: DiskDirectory
@@ -84,11 +84,11 @@ class DataFile:
 
     @property
     def path(self) -> Path:
-        """Where the file is."""
+        """Path of the file."""
         return self.directory.path / "extents" / f"{self.number:04d}.kv"
 
     def is_blank(self) -> bool:
-        """Whether nothing was ever written to it, as far as its file system can tell."""
+        """Return whether nothing was ever written to it, if its file system can tell."""
         try:
             os.lseek(self.fd, 0, os.SEEK_DATA)
         except OSError as error:
@@ -107,19 +107,19 @@ class DataFile:
 class DiskDirectory:
     """The lock, the format and the data files of one folder.
 
-    Each data file has a number that no other file of the tier ever had or will have. ``wanted``
-    has the sizes of those that are still to be made. A folder keeps the file size it was created
-    with. ``failure`` says why nothing is put here until ``retry_at_s``.
+    Each data file has a number that the tier never reuses. ``wanted`` has the sizes of the files to
+    create. A folder keeps the file size it was created with. ``failure`` states why puts avoid it
+    until ``retry_at_s``.
     """
 
     def __init__(
         self, path: Path, capacity_bytes: int, file_bytes: int, spare_bytes: int, undo: ExitStack
     ) -> None:
-        """Own the folder and plan its capacity there, floored to whole blocks.
+        """Lock the folder and plan its files for the capacity, floored to whole blocks.
 
-        *spare_bytes* must be free besides. A larger capacity than last time adds files, a
-        smaller one deletes those with the highest numbers. *undo* takes back what is created, but
-        for the lock file: one that was opened before it was unlinked would lock nothing.
+        *spare_bytes* must be free in addition. A larger capacity than last time adds files, a
+        smaller one deletes those with the highest numbers. *undo* removes what is created except
+        the lock file: a process that opened it before the unlink would lock nothing.
         """
         if capacity_bytes < BLOCK_BYTES:
             fix = f"give at least {BLOCK_BYTES}"
@@ -162,8 +162,8 @@ class DiskDirectory:
             self.undo.callback(folder.rmdir)
 
     def _plan(self, spare_bytes: int) -> None:
-        """Keep the files of the lowest numbers, grow those that were cut, and want the rest. What
-        does not fit is refused before a file is touched: else the disk would fill up.
+        """Plan to keep the files of the lowest numbers, grow truncated ones, and create the rest. A
+        capacity that does not fit is refused before a file changes: else the disk would fill up.
         """
         left, need = self.capacity_bytes, self.capacity_bytes + spare_bytes
         sizes: dict[int, int] = {}
@@ -186,12 +186,12 @@ class DiskDirectory:
 
     @property
     def used_bytes(self) -> int:
-        """What is taken of ``capacity_bytes``. Under the lock of ``DataFiles``."""
+        """Used part of ``capacity_bytes``. Under the lock of ``DataFiles``."""
         return sum(file.free.used_bytes for file in self.files.values())
 
     def fill(self, first_number: int) -> None:
-        """Make every planned file, the new ones with numbers from *first_number* on. What is beyond
-        the capacity is deleted last. Raises TierUnavailableError.
+        """Create every planned file, new ones with numbers from *first_number* on. Files beyond the
+        capacity are deleted last. Raises TierUnavailableError.
         """
         try:
             for file in self.files.values():
@@ -228,7 +228,7 @@ class DiskDirectory:
             self._lock_fd = -1
 
     def _existing(self) -> list[tuple[int, Path]]:
-        """Return the numbers and paths of the data files there are, ascending."""
+        """Return the numbers and paths of the existing data files, ascending."""
         folder = self.path / "extents"
         names = os.listdir(folder) if folder.is_dir() else []
         found = [match for name in names if (match := _FILE_NAME.fullmatch(name))]
@@ -245,10 +245,10 @@ class DiskDirectory:
 
 
 class DataFiles:
-    """The data files of all folders: room in them, and what is done to their bytes.
+    """The data files of all folders: allocation and I/O.
 
-    Folders fill up in proportion to their size. ``lock`` is the one lock of the tier: it guards
-    ``by_number``, what is free and who owns what. Methods that say so run under it, without I/O.
+    Folders fill up in proportion to their size. ``lock`` is the only lock of the tier: it guards
+    ``by_number``, free ranges and owners. Methods documented so run under it, without I/O.
     """
 
     def __init__(
@@ -260,17 +260,17 @@ class DataFiles:
         clock: Callable[[], float],
         undo: ExitStack,
     ) -> None:
-        """Own every folder, up to its capacity; check that they are those of one tier, in order.
+        """Lock every folder, and check that they are those of one tier, in order.
 
-        *file_bytes* counts only for a new folder. *index_bytes* must be free in the first one
-        besides. Raises TierUnavailableError; *undo* then takes back what was created.
+        *file_bytes* applies to new folders only. *index_bytes* must be free in the first one in
+        addition. Raises TierUnavailableError; *undo* then removes what was created.
         """
         self.lock = Lock()
         self.by_number: dict[int, DataFile] = {}
         self.directories: list[DiskDirectory] = []
         self._next_number = 0
         self._missing: list[tuple[DiskDirectory, int]] = []
-        """Files that were deleted and could not be made anew yet."""
+        """Deleted files that could not be recreated yet."""
         self.io = io
         self._clock = clock
         undo.callback(io.close)
@@ -282,21 +282,21 @@ class DataFiles:
         _check_ids([directory.path for directory in self.directories])
         self.capacity_bytes = sum(one.capacity_bytes for one in self.directories)
         for directory in self.directories:
-            # A number that is taken: the folder is new, and its files a broken-off start's.
+            # A duplicate number: the folder is new, and its files are of an interrupted start.
             for number in directory.files.keys() & self.by_number.keys():
                 directory.wanted.append(directory.files.pop(number).size_bytes)
             self.by_number |= directory.files
 
     @property
     def used_bytes(self) -> int:
-        """What is taken of ``capacity_bytes``. Under the lock."""
+        """Used part of ``capacity_bytes``. Under the lock."""
         return sum(directory.used_bytes for directory in self.directories)
 
     def open(self, owners: Mapping[int, str]) -> None:
-        """Make the files that are missing, open all, and give those in *owners* to theirs.
+        """Create missing files, open all, and assign *owners*.
 
-        A file that nobody owns is blank, or made anew. One with chunks whose owner's row was lost
-        serves them, and is never shared. No number in *owners* is given to a new file.
+        A file without an owner is blank, or recreated. A file with chunks whose owner's row was
+        lost serves them, and is never shared. New files get no number in *owners*.
         """
         found = set(self.by_number)
         self._next_number = 1 + max([*owners, *found], default=-1)
@@ -321,7 +321,7 @@ class DataFiles:
             raise TierUnavailableError(TIER, reason) from error
 
     def _mark_ids(self) -> None:
-        """Write into each of several folders which one it is, the first one last."""
+        """Write each of several folders' identity, the first one last."""
         first = DirectoryId.read(self.directories[0].path)
         if first is None and len(self.directories) == 1:
             return
@@ -343,7 +343,7 @@ class DataFiles:
             raise TierUnavailableError(TIER, f"{file.path}: {error.strerror}") from error
 
     def _make(self, directory: DiskDirectory, size_bytes: int) -> None:
-        """Make a blank file with a number of its own. Raises TierUnavailableError."""
+        """Create a blank file with a new number. Raises TierUnavailableError."""
         with self.lock:
             file = DataFile(directory, self._next_number, size_bytes)
             self._next_number += 1
@@ -363,11 +363,11 @@ class DataFiles:
         """Take *file* out of use. Under the lock."""
         del self.by_number[file.number], file.directory.files[file.number]
 
-    # --- room, under the lock
+    # --- allocation, under the lock
 
     def allocate(self, tenant: str, size_bytes: int) -> tuple[DataFile, int, bool] | None:
-        """Take room for a frame: the file, the offset, and whether the file is new to the
-        tenant. None when there is none, however much is free elsewhere.
+        """Allocate space for a frame: the file, the offset, and whether the file is new to the
+        tenant. None if no usable file has it, even if bytes are free in total.
         """
         usable = [one for one in self.directories if self._is_usable(one)]
         for directory in sorted(usable, key=lambda one: one.used_bytes / one.capacity_bytes):
@@ -385,7 +385,7 @@ class DataFiles:
         return None
 
     def reserve_at(self, number: int, offset: int, size_bytes: int) -> bool:
-        """Take exactly the range of a frame that was found; False if any of it is taken."""
+        """Allocate exactly the range of a recovered frame; False if any of it is allocated."""
         file = self.by_number.get(number)
         return file is not None and file.free.reserve_at(offset, size_bytes)
 
@@ -397,7 +397,7 @@ class DataFiles:
         return None
 
     def _is_usable(self, directory: DiskDirectory) -> bool:
-        """Whether frames may be put there; after a failure only once in a while."""
+        """Return whether puts may use the folder; after a failure only from ``retry_at_s`` on."""
         return not directory.failure or self._clock() >= directory.retry_at_s
 
     # --- files
@@ -405,12 +405,12 @@ class DataFiles:
     def reassign(
         self, tenant: str, size_bytes: int, note_owner: Callable[[int, str | None], None]
     ) -> None:
-        """Put a blank file in the place of an empty one of another tenant's, if there is any.
+        """Replace an empty file of another tenant, if there is one, by a blank file.
 
-        A new file and not the old one wiped: processes of the former tenant may still have that
-        open, and would see whatever comes next. Until they close it the disk may lack the room
-        for another; then the file is missing, and made when there is. *note_owner* is called
-        under the lock. Raises TierUnavailableError.
+        Wiping the old file is not enough: processes of the former tenant may still have it open,
+        and would see the next bytes. Until they close it the disk may lack space for another file;
+        it is then created by a later call. *note_owner* is called under the lock. Raises
+        TierUnavailableError.
         """
         with self.lock:
             empty = self._find_empty(tenant, size_bytes)
@@ -424,7 +424,7 @@ class DataFiles:
             except OSError as error:
                 reason = f"{empty.directory.path}: {error.strerror}"
                 raise TierUnavailableError(TIER, reason) from error
-            del empty  # its room is free when its descriptor is closed
+            del empty  # closing its descriptor frees its space
         with self.lock:
             missing, self._missing = self._missing, []
         try:
@@ -445,7 +445,7 @@ class DataFiles:
         if owner != tenant:
             raise PermissionDeniedError(f"extent {number} belongs to another tenant")
         try:
-            # By its name, which no other file ever has: a copy of our own could be written to.
+            # By its name, which is never reused: a duplicate of our descriptor would be writable.
             return os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
             raise InvalidRequestError("extent", number, _GONE) from None
@@ -463,7 +463,7 @@ class DataFiles:
             raise TierUnavailableError(TIER, f"{file.path} ends early", is_partial=is_partial)
 
     def write(self, file: DataFile, offset: int, data: Bytes) -> None:
-        """Put *data* at *offset*. Raises TierUnavailableError."""
+        """Write *data* at *offset*. Raises TierUnavailableError."""
         try:
             self.io.write(file.fd, offset, data)
         except OSError as error:
@@ -471,8 +471,8 @@ class DataFiles:
         file.directory.failure = ""
 
     def sync(self, file: DataFile) -> None:
-        """Make what was written to *file* durable. After a failure the kernel may have dropped any
-        byte not yet durable, and the next call succeeds all the same: compare ``sync_failures``.
+        """Make writes to *file* durable. After a failure the kernel may have dropped any byte not
+        yet durable, and yet the next call succeeds: compare ``sync_failures``.
         """
         try:
             os.fdatasync(file.fd)
@@ -481,7 +481,7 @@ class DataFiles:
             raise self._failed(file, "sync", error) from error
 
     def _failed(self, file: DataFile, verb: str, error: OSError) -> TierUnavailableError:
-        """Note the failure, and leave the folder alone for a while if there are others."""
+        """Record the failure, and avoid the folder for a while if there are others."""
         reason = f"{verb} of {file.path}: {error.strerror}"
         is_partial = self._has_others(file.directory)
         if is_partial:
@@ -500,7 +500,7 @@ class DataFiles:
 
 
 def _check_ids(paths: Sequence[Path]) -> None:
-    """Refuse folders that are not those of one tier, in their order; new ones may come behind."""
+    """Refuse folders that are not those of one tier, in order; new ones may follow."""
     first, *others = map(DirectoryId.read, paths)
     if first is not None and first.position:
         raise refused(paths[0], f"is disk {first.position} of its tier: give its disk 0 first", "")

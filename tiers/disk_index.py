@@ -1,4 +1,4 @@
-"""Where each frame of the disk tier lies: rows in LMDB, committed in groups."""
+"""The disk tier's index: rows in LMDB, written by group commit."""
 
 from __future__ import annotations
 
@@ -29,19 +29,18 @@ from kvstore.tiers.disk_files import DataFile, DataFiles
 from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, allocate_file, read_lmdb, sync_folder
 
 DEFAULT_INDEX_BYTES = 256 << 20
-"""Room for about 600,000 rows. Allocated at start, like the data files."""
+"""Space for about 600,000 rows. Allocated at start, like the data files."""
 MAX_PENDING_ROWS = 256
-"""A seal that finds this many before it commits them, durable or not."""
+"""The seal that makes the batch this large commits it, durable or not."""
 COMMIT_AGE_S = 0.2
-"""How long a seal or delete that nobody waits for may stay uncommitted."""
+"""How long a seal or delete without a waiter may stay uncommitted."""
 MAX_SYNC_FAILURES = 3
-"""Commits in a row whose sync failed, after which nothing is put there for a while."""
+"""Consecutive commits with a failed sync after which puts stop for SYNC_RETRY_S."""
 SYNC_RETRY_S = 1.0
-"""How long that is."""
 SPARE_SHARE = 4
-"""One page in so many is kept from rows: a full index must still be able to delete."""
+"""One page in this many is kept free of rows, so that a full index can still delete."""
 _STEP = 8
-"""Changes in one transaction of an index that is nearly full: each needs few free pages."""
+"""Changes in one transaction of a nearly full index: each needs few free pages."""
 
 _VERSION = 1
 _PLACE = struct.Struct("<B3xIQQ")
@@ -53,7 +52,7 @@ logger = structlog.get_logger(__name__)
 
 
 class IndexRow(NamedTuple):
-    """One sealed frame: what it is, its data file and offset, and its place in order of sealing."""
+    """One sealed frame: metadata, data file, offset, and its number in order of sealing."""
 
     info: ChunkInfo
     file: int
@@ -85,18 +84,18 @@ def unpack_row(key: bytes, value: bytes) -> IndexRow:
 
 
 def owner_key(file: int) -> bytes:
-    """Return the LMDB key of the row that says whose a data file is; no chunk's is as short."""
+    """Return the LMDB key of a data file's owner row; it is shorter than any chunk's."""
     return _OWNER_KEY.pack(_OWNER_TAG, file)
 
 
 def pack_owner(file: int, tenant: str) -> PackedRow:
-    """Return the row that says that *tenant* owns a data file."""
+    """Return the owner row of a data file."""
     key = owner_key(file)
     return key, _signed(key, bytes([_VERSION]) + tenant.encode())
 
 
 def unpack_owner(key: bytes, value: bytes) -> tuple[int, str]:
-    """Parse and check an owner's row. Raises InvalidFrameError."""
+    """Parse and check an owner row. Raises InvalidFrameError."""
     body = _checked_body(key, value, 1)
     try:
         return _OWNER_KEY.unpack(key)[1], body[1:].decode()
@@ -105,7 +104,7 @@ def unpack_owner(key: bytes, value: bytes) -> tuple[int, str]:
 
 
 def _signed(key: bytes, body: bytes) -> bytes:
-    """Return *body* with a checksum, which covers the key too."""
+    """Return *body* with a checksum that also covers the key."""
     return body + _CHECKSUM.pack(checksum(key + body))
 
 
@@ -119,12 +118,12 @@ def _checked_body(key: bytes, value: bytes, least_bytes: int) -> bytes:
 
 
 class DiskIndex:
-    """Rows by key, changed in durable transactions. One thread at a time. ``dropped`` counts what
-    was unusable at start, ``owners`` says whose each data file was then.
+    """Rows by key, changed in durable transactions. One thread at a time. ``dropped`` counts
+    unusable rows at start, ``owners`` has each data file's owner at start.
     """
 
     def __init__(self, path: Path, index_bytes: int) -> None:
-        """Name the index in the folder *path*; ``open`` does the work."""
+        """Set the folder *path*; ``open`` opens the index."""
         self.dropped = 0
         self.owners: dict[int, str] = {}
         self._path = path
@@ -135,7 +134,7 @@ class DiskIndex:
 
     @property
     def missing_bytes(self) -> int:
-        """What ``open`` will take from the file system."""
+        """Bytes that ``open`` will allocate on the file system."""
         try:
             return max(0, self._index_bytes - self._file.stat().st_blocks * 512)
         except OSError:
@@ -144,10 +143,10 @@ class DiskIndex:
     def open(self, claim: Callable[[IndexRow], bool], undo: ExitStack) -> list[IndexRow]:
         """Return the usable rows in order of sealing, ready to commit.
 
-        *claim* takes a row's place if it is free, of two that overlap that of the later. A child
-        process reads the rows, and a fresh file is written from them: this process maps no page
-        that it has not written, but where there is no room for both files and the child found no
-        damage. Raises TierUnavailableError; a sound index then stays, and *undo* removes a new one.
+        *claim* allocates a row's range if it is free; of two that overlap the later sealed wins. A
+        child process reads the rows, and a fresh file is written from them: this process maps only
+        pages that it has written, unless both files do not fit and the child found no damage.
+        Raises TierUnavailableError; a sound index then stays, and *undo* removes a new one.
         """
         undo.callback(self.close)
         try:
@@ -161,10 +160,10 @@ class DiskIndex:
             else:
                 undo.callback(self._file.unlink, missing_ok=True)
             self._env = _open_environment(self._path, self._index_bytes)
-            most = self._env.max_key_size()  # a damaged file may have given any
+            most = self._env.max_key_size()  # keys from a damaged file may be longer
             if gone := [key for key in gone if 0 < len(key) <= most]:
                 self.commit(gone, [])
-            # All room now, so that no later commit meets a full disk.
+            # Allocate everything now, so that no later commit fails on a full disk.
             size_bytes = max(self._index_bytes, self._file.stat().st_size)
             allocate_file(self._file, size_bytes, is_new=False)
             sync_folder(self._path)
@@ -179,8 +178,8 @@ class DiskIndex:
         return rows
 
     def commit(self, deletes: Iterable[bytes], rows: Sequence[PackedRow]) -> int:
-        """Delete, then add, durably, and return how many *rows* went in; the index is full for the
-        rest. Raises TierUnavailableError; nobody knows then what took place.
+        """Delete, then add, durably, and return how many *rows* were added before the index was
+        full. Raises TierUnavailableError; the outcome is then unknown.
         """
         if not self._has_room(len(rows)) or not self._write(deletes, rows):
             deletes = list(deletes)
@@ -194,15 +193,15 @@ class DiskIndex:
         return len(rows)
 
     def _has_room(self, count: int) -> bool:
-        """Whether *count* rows leave free the pages that deletes need: LMDB copies to delete."""
+        """Return whether *count* rows leave the pages for deletes, as LMDB copies on write."""
         stat = self._opened().stat()
         used = stat["branch_pages"] + stat["leaf_pages"] + stat["overflow_pages"]
         pages = self._index_bytes // stat["psize"]
         return count == 0 or used + count + pages // SPARE_SHARE <= pages
 
     def _opened(self) -> lmdb.Environment:
-        """Return the index; after a failed write mapped anew, as LMDB takes no other before. There
-        is then the state before that write or after it, never one between.
+        """Return the index, remapped after a failed write, as LMDB requires. Its state is then the
+        one before that write or after it, never in between.
         """
         if self._is_in_doubt:
             self.close()  # LMDB allows one mapping in a process
@@ -239,7 +238,7 @@ class DiskIndex:
             self._env = None
 
     def _recover(self, claim: Callable[[IndexRow], bool]) -> tuple[list[IndexRow], list[bytes]]:
-        """Return the usable rows, and the keys of others, which the file may still have."""
+        """Return the usable rows, and the keys of unusable ones that the file may still have."""
         packed: dict[bytes, bytes] = {}
         status = read_lmdb(self._file, "forward", packed)
         if status:
@@ -274,8 +273,8 @@ class DiskIndex:
         return kept, gone
 
     def _rewrite(self, rows: list[PackedRow], *, is_sound: bool) -> None:
-        """Replace the file by one with just *rows*; a crash leaves the old or the new one. A sound
-        one stays where that fails, mostly for want of room.
+        """Replace the file by one with only *rows*; a crash leaves the old or the new one. If that
+        fails, mostly for lack of space, a sound file stays.
         """
         draft = self._path / "draft"
         map_bytes = max(self._index_bytes, self._file.stat().st_size)
@@ -286,7 +285,7 @@ class DiskIndex:
                 shutil.rmtree(draft, ignore_errors=True)
                 return
             if not isinstance(error, lmdb.DiskError) and error.args[0] not in (ENOSPC, EDQUOT):
-                raise  # it may go another time
+                raise  # a retry may succeed
             self._file.unlink()
             _write_fresh(draft, map_bytes, rows)
         (draft / "data.mdb").rename(self._file)
@@ -295,7 +294,7 @@ class DiskIndex:
 
 
 def _write_fresh(path: Path, map_bytes: int, rows: list[PackedRow]) -> None:
-    """Make an index of sorted *rows* as the folder *path*, durably. Raises OSError, lmdb.Error."""
+    """Write an index of sorted *rows* to the folder *path*, durably. Raises OSError, lmdb.Error."""
     shutil.rmtree(path, ignore_errors=True)
     path.mkdir(mode=0o700)
     with _open_environment(path, map_bytes) as env, env.begin(write=True) as transaction:
@@ -303,8 +302,8 @@ def _write_fresh(path: Path, map_bytes: int, rows: list[PackedRow]) -> None:
 
 
 def _open_environment(path: Path, index_bytes: int) -> lmdb.Environment:
-    # Never writemap: a full or shortened file would then be a SIGBUS. The folder's lock keeps
-    # other processes out and one thread commits at a time: LMDB's own lock file is not needed.
+    # Never writemap: a full or truncated file would then raise SIGBUS. The folder's lock excludes
+    # other processes and one thread commits at a time, so LMDB's own lock file is not needed.
     return lmdb.open(
         str(path), map_size=index_bytes, writemap=False, lock=False, max_dbs=0, mode=0o600
     )
@@ -312,8 +311,8 @@ def _open_environment(path: Path, index_bytes: int) -> lmdb.Environment:
 
 @dataclass(slots=True, eq=False)
 class Batch:
-    """Rows and deletes that become durable together; deletes come first. ``owners`` says of data
-    files that changed hands whose they are now, None for deleted ones.
+    """Rows and deletes that become durable together; deletes come first. ``owners`` has the new
+    owners of data files, None for deleted files.
     """
 
     rows: dict[ChunkKey, PendingRow] = field(default_factory=dict)
@@ -328,8 +327,8 @@ class Batch:
 
 @dataclass(slots=True, eq=False)
 class PendingRow:
-    """A row from the reservation of its room until the index has it; failed until then.
-    *sync_failures* are those of *file* when the room was reserved.
+    """A row from its reservation until the index has it; ``failure`` is set until then.
+    *sync_failures* is the count of *file* at the reservation.
     """
 
     row: IndexRow
@@ -342,12 +341,12 @@ class PendingRow:
 
 
 class GroupCommit:
-    """Group commit: rows and deletes join a batch; who needs one durable commits it for all.
+    """Group commit: rows and deletes join a batch; a caller that needs one durable commits all.
 
-    Batches follow one another, each in one transaction after a sync of every file it touches. So
-    a region freed by a delete never has two rows in the index, nor is a chunk's row ever there
-    without its file's owner. ``add``, ``drop``, ``note_owner``, ``pending`` and *forget* run under
-    the lock of *files*; everything else takes it, and no sync or transaction runs under it.
+    Batches run one at a time, each in one transaction after a sync of every file it touches. So a
+    range freed by a delete never has two rows in the index, and no chunk's row is in it without its
+    file's owner. ``add``, ``drop``, ``note_owner``, ``pending`` and *forget* run under the lock of
+    *files*; everything else takes it, and no sync or transaction runs under it.
     """
 
     def __init__(
@@ -357,7 +356,7 @@ class GroupCommit:
         clock: Callable[[], float],
         forget: Callable[[IndexRow], None],
     ) -> None:
-        """Commit to *index* what lies in *files*; *forget* is called for each row that failed."""
+        """Commit rows of *files* to *index*; *forget* is called for each row that failed."""
         self.commits = 0
         self.lost_rows = 0
         self.index_full = False
@@ -380,20 +379,20 @@ class GroupCommit:
 
     @property
     def write_failure(self) -> str:
-        """Why nothing should be put now: it would not become durable. Empty while it would."""
+        """Why puts would not become durable now; empty if they would."""
         if self.index_failure:
             return self.index_failure
         is_off = self._failed_syncs >= MAX_SYNC_FAILURES and self._clock() < self._sync_retry_at_s
         return self._sync_failure if is_off else ""
 
     def add(self, pending: PendingRow) -> bool:
-        """Add the row of a sealed frame to the open batch; return whether it fills that up."""
+        """Add the row of a sealed frame to the open batch; return whether the batch is full."""
         pending.batch = self._join()
         pending.batch.rows[pending.row.info.key] = pending
         return len(pending.batch.rows) >= MAX_PENDING_ROWS
 
     def drop(self, key: ChunkKey) -> None:
-        """Delete the row of *key*, or the pending row that has not been written yet."""
+        """Delete the row of *key*, or its pending row that is not written yet."""
         pending = self._open.rows.pop(key, None)
         if pending is None:
             self._join().deletes.add(key)
@@ -401,25 +400,25 @@ class GroupCommit:
             pending.failure = None
 
     def note_owner(self, file: int, tenant: str | None) -> None:
-        """Write down whose a data file is, before or with the rows of what is put there."""
+        """Record a data file's owner, before or with the rows of its chunks."""
         self._join().owners[file] = tenant
 
     def pending(self, key: ChunkKey) -> PendingRow | None:
-        """Return the row of *key* that is still to be written; None once it is."""
+        """Return the row of *key* that is not written yet; None once it is."""
         pending = self._open.rows.get(key)
         if pending is None and self._busy is not None and key not in self._open.deletes:
             pending = self._busy.rows.get(key)
         return pending
 
     def settle(self, pending: PendingRow) -> None:
-        """Return once a row was committed. Raises why it failed."""
+        """Wait until a row is committed. Raises its failure."""
         assert pending.batch is not None, "it was added"
         self.commit(pending.batch)
         if pending.failure is not None:
             raise pending.failure
 
     def commit(self, batch: Batch) -> None:
-        """Return once *batch* is committed or has failed; commit it if nobody else does."""
+        """Wait until *batch* is committed or has failed; commit it if no other thread does."""
         with self._lock:
             while self._busy is not None and not batch.is_done:
                 self._done.wait()
@@ -437,7 +436,7 @@ class GroupCommit:
                 self._done.notify_all()
 
     def commit_all(self) -> KVStoreError | None:
-        """Commit what has joined by now; return the failure of the first row that has one."""
+        """Commit everything so far; return the first row's failure, if any."""
         with self._lock:
             batches = [batch for batch in (self._busy, self._open) if batch is not None]
         for batch in batches:
@@ -446,7 +445,7 @@ class GroupCommit:
         return next((pending.failure for pending in rows if pending.failure is not None), None)
 
     def close(self) -> None:
-        """Stop the background thread and commit what is left."""
+        """Stop the background thread and commit the rest."""
         with self._lock:
             self._closed = True
             self._work.notify()
@@ -460,7 +459,7 @@ class GroupCommit:
         return self._open
 
     def _write(self, batch: Batch) -> bool:
-        """Write *batch* and mark its rows. False: nobody knows what of it was written."""
+        """Write *batch* and mark its rows. False: how much was written is unknown."""
         good = self._sync(list(batch.rows.values()))
         gone = [owner_key(file) for file, tenant in batch.owners.items() if tenant is None]
         owners = [pack_owner(file, name) for file, name in batch.owners.items() if name is not None]
@@ -484,7 +483,7 @@ class GroupCommit:
         return True
 
     def _sync(self, rows: list[PendingRow]) -> list[PendingRow]:
-        """Make the frames of *rows* durable; return those of which every byte is."""
+        """Make the frames of *rows* durable; return the rows whose every byte is durable."""
         failures: dict[DataFile, TierUnavailableError] = {}
         for file in dict.fromkeys(pending.file for pending in rows):
             try:
@@ -508,7 +507,7 @@ class GroupCommit:
         return good
 
     def _finish(self, batch: Batch, is_written: bool) -> None:
-        """Forget the rows that failed; what must still be deleted joins the next batch."""
+        """Forget failed rows; deletes that remain join the next batch."""
         for key, pending in batch.rows.items():
             if pending.failure is None:
                 continue
@@ -523,7 +522,7 @@ class GroupCommit:
             self._join().owners = batch.owners | self._open.owners
 
     def _background(self) -> None:
-        """Commit what nobody waits for once it is old enough."""
+        """Commit the open batch once it is COMMIT_AGE_S old."""
         while True:
             with self._lock:
                 batch, wait_s = self._open, self._open.born_s + COMMIT_AGE_S - self._clock()

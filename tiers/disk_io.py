@@ -1,4 +1,4 @@
-"""File I/O of the disk tier: through the page cache or past it, and small files written durably."""
+"""File I/O of the disk tier: buffered or direct, and small files written durably."""
 
 from __future__ import annotations
 
@@ -24,20 +24,20 @@ from kvstore.proto.errors import InvalidFrameError, TierUnavailableError
 
 TIER = "disk"
 BLOCK_BYTES = 4096
-"""Frames start and data files end on this boundary, which is also what O_DIRECT asks for."""
+"""Frames start and data files end on this boundary, which O_DIRECT also requires."""
 BOUNCE_BYTES = 1 << 20
-"""What one read or write past the page cache takes at a time."""
+"""Size of a bounce buffer of direct I/O."""
 BOUNCE_BUFFERS = 8
-"""A transfer that needs one more waits."""
+"""Transfers at once; others wait."""
 PROBE_BYTES = 1 << 20
 """Distance of the bytes that ``is_near`` looks for in the page cache."""
 READ_LIMIT_S = 60.0
-"""How long an index may take to read at start. A start that needs longer is refused."""
+"""Time limit to read an index at start; beyond it the start is refused."""
 _HEAD = struct.Struct("<HI")
 _OTHER_VERSION = 3
 _DAMAGED = 4
 _DAMAGE = (_DAMAGED, -signal.SIGBUS, -signal.SIGSEGV, -signal.SIGABRT, -signal.SIGFPE)
-"""How a child ends that met damage. Any other status but 0 says nothing about the file."""
+"""Exit statuses of the reader for a damaged file. Any other except 0 implies nothing about it."""
 
 _READER = """
 import sys
@@ -83,28 +83,28 @@ except damage:
     sys.exit(4)
 sys.exit(4 if count != env.stat()["entries"] else 0)
 """
-"""Writes out the rows of an LMDB file, in order of keys, and exits with 0 if it met no damage,
-with ``_DAMAGED`` if it did, with ``_OTHER_VERSION`` where both meta pages are of another version
-of LMDB. An exception that says nothing about the file, such as MemoryError, is exit status 1.
+"""Writes the rows of an LMDB file, in order of keys, and exits with 0 if it found no damage, with
+``_DAMAGED`` if it did, with ``_OTHER_VERSION`` if both meta pages are of another version of LMDB.
+An exception unrelated to the file, such as MemoryError, is exit status 1.
 
-LMDB trusts its pages: a zeroed one aborts the process, a missing one is a SIGBUS, and a last
-page behind the end of the file may be more than can be mapped. Keys out of order and more than
-the file can hold are damage too, and could make a walk endless. Values are cut to 8 KiB.
+LMDB trusts its pages: a zeroed one aborts the process, a missing one raises SIGBUS, and a last page
+past the end of the file may exceed the address space. Keys out of order and rows beyond the file's
+size are damage too, and could make the walk endless. Values are cut to 8 KiB.
 """
 
 
 class FileIO:
-    """How data files are read and written: here through the page cache. Thread-safe."""
+    """Reads and writes data files through the page cache. Thread-safe."""
 
     open_flags: ClassVar[int] = 0
     can_sum: ClassVar[bool] = True
-    """Whether ``read_summed`` can do it."""
+    """Whether ``read_summed`` is supported."""
 
     def check(self, fd: int) -> None:
-        """Raise OSError when the file cannot be used like this."""
+        """Raise OSError if the file does not support this kind of I/O."""
 
     def close(self) -> None:
-        """Free what the reads and writes needed. Idempotent."""
+        """Free the buffers. Idempotent."""
 
     def read(self, fd: int, offset: int, out: Bytes) -> bool:
         """Fill *out* from *offset*. False when the file ends early. Raises OSError, as ``write``
@@ -119,39 +119,39 @@ class FileIO:
         return True
 
     def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:
-        """Have the kernel read these bytes ahead, where it keeps what it reads."""
+        """Have the kernel read these bytes into the page cache."""
         if not self.is_near(fd, offset, size_bytes):
             with suppress(OSError):
                 os.posix_fadvise(fd, offset, size_bytes, os.POSIX_FADV_WILLNEED)
 
     def is_near(self, fd: int, offset: int, size_bytes: int) -> bool:
-        """Whether these bytes seem to be in memory, so that to read them ahead is of no use."""
-        # The kernel looks at page after page of what it is to read ahead: 0.1 ms for 8 MiB.
+        """Return whether these bytes seem to be in the page cache, judged by samples."""
+        # For read-ahead the kernel checks every page: 0.1 ms for 8 MiB.
         byte = bytearray(1)
         last = offset + size_bytes - 1
         try:
             for at in (*range(offset, last, PROBE_BYTES), last):
                 os.preadv(fd, [byte], at, os.RWF_NOWAIT)
-        except OSError:  # not there, or a file system that does not say
+        except OSError:  # not cached, or the file system does not support RWF_NOWAIT
             return False
         return True
 
     def read_summed(self, fd: int, groups: FileGroups) -> list[int] | None:
-        """Fill *groups* and return their sums; None: ``read`` them. See ``buffers``."""
+        """Fill *groups* and return their sums; None: use ``read``. See ``buffers``."""
         return read_summed(fd, groups)
 
     def write(self, fd: int, offset: int, data: Bytes) -> None:
-        """Put *data* at *offset*, where a block begins."""
+        """Write *data* at *offset*, a block boundary."""
         done = 0
         while done < len(data):
             done += os.pwritev(fd, [data[done:].data], offset + done)
 
 
 class DirectIO(FileIO):
-    """Past the page cache: the device alone, at the price of one copy through aligned memory.
+    """Reads and writes past the page cache, at the price of a copy through aligned memory.
 
-    Reads and writes whole blocks: frames start on block boundaries, and the last block of one is
-    filled up with zeros. At most ``BOUNCE_BUFFERS`` x ``BOUNCE_BYTES`` of memory.
+    Transfers are whole blocks: frames start on block boundaries, and the last block of one is
+    padded with zeros. Takes at most ``BOUNCE_BUFFERS`` x ``BOUNCE_BYTES`` of memory.
     """
 
     open_flags = os.O_DIRECT
@@ -163,7 +163,7 @@ class DirectIO(FileIO):
     @override
     def close(self) -> None:
         self._free: LifoQueue[Bytes | None] = LifoQueue()
-        """The buffers in no use; None for each that may be made."""
+        """Unused buffers; None for each that may be created."""
         for _ in range(BOUNCE_BUFFERS):
             self._free.put(None)
 
@@ -193,7 +193,7 @@ class DirectIO(FileIO):
                 bounce[take:size] = 0
                 written = 0
                 while written < size:
-                    # A short write ends on a sector; what is repeated is the same bytes.
+                    # A short write ends on a sector; the repeated bytes are the same.
                     step = os.pwritev(fd, [bounce[written:size].data], offset + done + written)
                     written += step // BLOCK_BYTES * BLOCK_BYTES
                     if step < BLOCK_BYTES:
@@ -205,7 +205,7 @@ class DirectIO(FileIO):
         free = self._free
         bounce = free.get()
         if bounce is None:
-            # Anonymous maps begin on a page; they go with their last view.
+            # Anonymous mappings are page-aligned, and end with their last view.
             bounce = np.frombuffer(mmap.mmap(-1, BOUNCE_BYTES), np.uint8)
         try:
             yield bounce
@@ -214,7 +214,7 @@ class DirectIO(FileIO):
 
     @override
     def read_ahead(self, fd: int, offset: int, size_bytes: int) -> None:
-        """Do nothing: what the kernel would keep is not read from there."""
+        """Do nothing: direct reads do not use the page cache."""
 
     @override
     def check(self, fd: int) -> None:
@@ -227,7 +227,7 @@ def _whole_blocks(size_bytes: int) -> int:
 
 
 def sync_folder(path: Path) -> None:
-    """Make the names in the folder *path* durable. Raises OSError."""
+    """Make the entries of the folder *path* durable. Raises OSError."""
     fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     try:
         os.fsync(fd)
@@ -236,11 +236,11 @@ def sync_folder(path: Path) -> None:
 
 
 def write_durably(file: Path, data: bytes) -> None:
-    """Replace *file* by one that holds *data*, for this user alone whatever the umask. A crash
-    leaves the old or the new one. Raises OSError.
+    """Replace *file* by one with *data*, of mode 0600 regardless of the umask. A crash leaves the
+    old or the new one. Raises OSError.
     """
     draft = file.with_name(f"{file.name}.new")
-    draft.unlink(missing_ok=True)  # one that a crash left may have another mode
+    draft.unlink(missing_ok=True)  # one left by a crash may have another mode
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
     with open(os.open(draft, flags, 0o600), "wb") as stream:
         stream.write(data)
@@ -251,13 +251,13 @@ def write_durably(file: Path, data: bytes) -> None:
 
 
 def signed_line(words: str) -> bytes:
-    """Return *words* with their checksum, as a line of a file."""
+    """Return the line of *words* and their checksum."""
     return f"{words} {checksum(words.encode()):016x}\n".encode()
 
 
 def read_signed_line(file: Path, kind: str) -> list[str] | None:
-    """Return the words that follow ``kvstore KIND 1`` in *file*; None where there is none.
-    Raises TierUnavailableError when the file is damaged or of another kind or version.
+    """Return the words after ``kvstore KIND 1`` in *file*; None if there is no file. Raises
+    TierUnavailableError when it is damaged or of another kind or version.
     """
     try:
         with file.open("rb") as stream:
@@ -278,18 +278,18 @@ def read_signed_line(file: Path, kind: str) -> list[str] | None:
 def refused(
     path: Path, reason: str, fix: str = ": move it away, or give another folder"
 ) -> TierUnavailableError:
-    """Return the error for a folder that was left as it is."""
+    """Return the error for a folder that was left unchanged."""
     return TierUnavailableError(TIER, f"{path} {reason}; nothing was changed{fix}")
 
 
 def free_bytes(path: Path) -> int:
-    """Return what the file system of *path* has free for this user. Raises OSError."""
+    """Return the bytes of *path*'s file system that this user can allocate. Raises OSError."""
     room = os.statvfs(path)
     return room.f_bavail * room.f_frsize
 
 
 def allocate_file(path: Path, size_bytes: int, *, is_new: bool = True) -> None:
-    """Give a file this size with all its blocks, durably but for its name. Raises OSError."""
+    """Allocate all blocks of a file of this size, durably except its name. Raises OSError."""
     flags = os.O_CREAT | os.O_EXCL if is_new else 0
     fd = os.open(path, os.O_RDWR | os.O_CLOEXEC | flags, 0o600)
     try:
@@ -302,7 +302,7 @@ def allocate_file(path: Path, size_bytes: int, *, is_new: bool = True) -> None:
 
 def take_lock(path: Path) -> int:
     """Lock the folder *path* and return the descriptor that holds the lock. Raises OSError, and
-    TierUnavailableError while another process has it.
+    TierUnavailableError if another process holds it.
     """
     fd = os.open(path / "LOCK", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
     try:
@@ -323,16 +323,16 @@ def take_lock(path: Path) -> int:
 
 
 def read_lmdb(file: Path, direction: str, rows: dict[bytes, bytes]) -> int:
-    """Add the rows of an LMDB file that may be damaged to *rows*, read by a child process.
+    """Add the rows of an LMDB file, which may be damaged, to *rows*; a child process reads them.
 
-    Return 0 when the child read all, else how it ended when it met damage. Raises OSError,
-    InvalidFrameError for another version of LMDB, and TierUnavailableError when the child ended in
-    a way that says nothing about the file.
+    Return 0 when the child read all, else its exit status for damage. Raises OSError,
+    InvalidFrameError for another version of LMDB, and TierUnavailableError for any other exit
+    status.
     """
     command = [sys.executable, "-c", _READER, str(file), direction, *sys.path]
     try:
-        # In a session of its own: a Ctrl-C that is meant for the server would end it.
-        done = run(  # noqa: S603 - no shell, and a program of our own
+        # In its own session, so that a Ctrl-C for the server does not end it.
+        done = run(  # noqa: S603 - no shell, and our own program
             command, stdin=DEVNULL, capture_output=True, check=False, start_new_session=True,
             timeout=READ_LIMIT_S,
         )  # fmt: skip

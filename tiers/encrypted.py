@@ -1,13 +1,13 @@
-"""An EncryptedTier: another tier, of which the medium sees frames encrypted only.
+"""EncryptedTier: another tier, whose medium stores only encrypted frames.
 
 An encrypted frame is cut into cells of ``CELL_BYTES``; the first begins with the header, and each
-ends with its tag of 16 bytes. Cell i is sealed under the nonce *prefix* (8 bytes) and i (4 bytes,
-big-endian), with the header and the chunk's key as additional data: a cell that is changed, moved,
-cut off, or of another chunk, tenant, epoch or version of the frame does not open.
+ends with its tag of 16 bytes. Cell i is encrypted with the nonce *prefix* (8 bytes) and i (4 bytes,
+big-endian), and with the header and the chunk's key as additional data: a cell that is changed,
+moved, cut off, or of another chunk, tenant, epoch or version of the frame fails authentication.
 
-The key of a frame is HKDF-SHA256 (RFC 5869) of that of its tenant with the frame's random salt, and
-the key of a tenant HKDF of that of the epoch: no two frames share a key, so that nonces may count
-(the STREAM of Hoang, Reyhanitabar, Rogaway and Vizar, CRYPTO 2015, section 7, as Tink builds it).
+A frame's key is HKDF-SHA256 (RFC 5869) of its tenant's key with the frame's random salt; a tenant's
+key is HKDF of the epoch's key. No two frames share a key, so nonces may be counters (the STREAM of
+Hoang, Reyhanitabar, Rogaway and Vizar, CRYPTO 2015, section 7, as in Tink).
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from kvstore.proto.types import ChunkInfo, ChunkKey
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation, Tier, TierStats, check_range
 
 CELL_BYTES = 1 << 18
-"""What a core caches: a cell is decrypted where it was just read, in the time of a copy."""
+"""Fits a core's cache: a cell is decrypted right after it is read, in the time of a copy."""
 TAG_BYTES = 16
 HEADER_BYTES = 64
 RANDOM_BYTES = 32
@@ -43,16 +43,16 @@ _VERSION = 1
 _HEADER = struct.Struct("<4sB3sIIQ8s24s8s")
 _NONCE = struct.Struct(">8sI")
 _DATA_BYTES = CELL_BYTES - TAG_BYTES
-"""Of a cell. The header takes the first of them."""
+"""Data bytes of a cell. The first cell's include the header."""
 _TENANT_INFO, _FRAME_INFO = b"kvstore at rest 1 tenant", b"kvstore at rest 1 frame"
 
 
 class UnknownKeyError(Exception):
-    """Encrypted under a key that is not here, or not encrypted at all."""
+    """Encrypted with an unknown key, or not encrypted at all."""
 
 
 class Cell(NamedTuple):
-    """Where a cell is: *start* to *stop* of the frame, and where it begins on the medium."""
+    """A cell: *start* to *stop* of the frame, at *place* of the encrypted frame."""
 
     number: int
     start: int
@@ -61,13 +61,13 @@ class Cell(NamedTuple):
 
 
 def encrypted_bytes(frame_bytes: int) -> int:
-    """Return the bytes that a frame of *frame_bytes* takes encrypted."""
+    """Return the encrypted size of a frame of *frame_bytes*."""
     data = HEADER_BYTES + frame_bytes
     return data + TAG_BYTES * -(-data // _DATA_BYTES)
 
 
 def largest_frame_bytes(sealed: int) -> int:
-    """Return the largest frame that takes at most *sealed* bytes encrypted."""
+    """Return the size of the largest frame that takes at most *sealed* bytes encrypted."""
     return max(0, sealed - HEADER_BYTES - TAG_BYTES * -(-sealed // CELL_BYTES))
 
 
@@ -87,13 +87,13 @@ def _tenant_key(epoch_key: bytes, tenant_tag: bytes) -> bytes:
 
 
 def _hkdf(key: bytes, salt: bytes, info: bytes) -> bytes:
-    """Return 32 bytes of HKDF-SHA256: one round of its expansion."""
+    """Return 32 bytes of HKDF-SHA256: one round of expansion."""
     return hmac.digest(hmac.digest(salt or bytes(32), key, "sha256"), info + b"\x01", "sha256")
 
 
 @dataclass(frozen=True, slots=True)
 class FrameCipher:
-    """The header of one encrypted frame and what opens and seals its cells."""
+    """The header of one encrypted frame, and the cipher of its cells."""
 
     header: bytes
     prefix: bytes
@@ -101,12 +101,12 @@ class FrameCipher:
     additional: bytes
 
     def seal(self, cell: Cell, data: Bytes, out: Bytes) -> None:
-        """Encrypt *data* into *out*, which is a tag longer."""
+        """Encrypt *data* into *out*, which is longer by a tag."""
         nonce = _NONCE.pack(self.prefix, cell.number)
         self.cipher.encrypt_into(nonce, data.data, self.additional, out.data)
 
     def open(self, cell: Cell, sealed: Bytes, out: Bytes) -> bool:
-        """Decrypt *sealed* into *out*, which is a tag shorter; False if it was not sealed so."""
+        """Decrypt *sealed* into *out*, which is shorter by a tag; False if authentication fails."""
         nonce = _NONCE.pack(self.prefix, cell.number)
         try:
             self.cipher.decrypt_into(nonce, sealed.data, self.additional, out.data)
@@ -116,8 +116,8 @@ class FrameCipher:
 
 
 class KeyRing:
-    """Keys by epoch, which *keys* returns as they are now; the last epoch's is sealed with.
-    *random_bytes* gives what no two frames may share. Thread-safe.
+    """Keys by epoch; *keys* returns the current ones, and the last epoch's encrypts.
+    *random_bytes* returns each frame's unique salt and nonce prefix. Thread-safe.
     """
 
     def __init__(
@@ -140,8 +140,8 @@ class KeyRing:
         return _frame_cipher(header, keys[epoch], key)
 
     def cipher_for(self, header: bytes, key: ChunkKey, frame_bytes: int) -> FrameCipher:
-        """Return the cipher of what lies under *key*. Raises UnknownKeyError for a key that is not
-        here, ChunkCorruptError for a header that is not that of a frame of *frame_bytes*.
+        """Return the cipher of the frame of chunk *key*. Raises UnknownKeyError for an unknown
+        epoch, ChunkCorruptError for a header that is not of a frame of *frame_bytes*.
         """
         magic, version, zeros, epoch, more, stated, *_ = _HEADER.unpack(header)
         if (magic, version) != (_MAGIC, _VERSION):
@@ -161,21 +161,21 @@ def _frame_cipher(header: bytes, epoch_key: bytes, key: ChunkKey) -> FrameCipher
 
 
 READ_CELLS = 4
-"""Read at once: a megabyte, which a core's cache still holds when it is decrypted."""
+"""Cells read at once: a megabyte, still in a core's cache when it is decrypted."""
 
 
 _INNER = (
     "name", "survives_restart", "shared", "reads_ahead", "capacity_bytes", "dropped_rows",
     "prefetch", "chunks_sharing_block", "tenant_of", "flush",
 )  # fmt: skip
-"""What the inner tier promises is promised as it is."""
+"""Attributes taken from the inner tier unchanged."""
 
 
 class EncryptedTier(Tier):
-    """*inner*, encrypted with *keys*. Sizes are those of frames; slack covers what is added.
+    """*inner*, encrypted with *keys*. Sizes are of plain frames; slack covers the encryption.
 
-    Damage raises ChunkCorruptError, and so does what was never encrypted or whose key is gone; on
-    a medium that others share, who may have that key, it is absent.
+    Damaged, unencrypted frames and those with an unknown key raise ChunkCorruptError; on a shared
+    medium, where another node may have the key, the latter two are absent.
     """
 
     def __init__(self, inner: Tier, keys: KeyRing) -> None:
@@ -252,7 +252,7 @@ class EncryptedTier(Tier):
         return cipher is not None
 
     def _cipher_for(self, header: Bytes, info: ChunkInfo) -> FrameCipher | None:
-        """Return the cipher of a header that was read; None for one that is others' to open."""
+        """Return the cipher of a header; None if only another node may have its key."""
         try:
             return self._keys.cipher_for(header.tobytes(), info.key, info.size_bytes)
         except UnknownKeyError as error:
@@ -260,7 +260,7 @@ class EncryptedTier(Tier):
                 return None
             raise ChunkCorruptError(info.key, str(error)) from None
 
-    # --- knowing
+    # --- metadata
 
     @override
     def find(self, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
@@ -291,7 +291,7 @@ class EncryptedTier(Tier):
 
 
 def _decrypt(cipher: FrameCipher, out: Bytes, offset: int, cell: Cell, sealed: Bytes) -> bool:
-    """Put what *cell* has of *out*, which begins at *offset* of the frame, in its place."""
+    """Decrypt the part of *cell* that lies in *out*, which begins at *offset* of the frame."""
     size = cell.stop - cell.start
     sealed = sealed[: size + TAG_BYTES]
     start, stop = cell.start - offset, cell.stop - offset
@@ -306,7 +306,7 @@ def _decrypt(cipher: FrameCipher, out: Bytes, offset: int, cell: Cell, sealed: B
 
 
 def _plain(info: ChunkInfo) -> ChunkInfo | None:
-    """Return *info* with the size of its frame; None for one of a size that none has."""
+    """Return *info* with the size of its frame; None for a size that no frame has."""
     size = largest_frame_bytes(info.size_bytes)
     is_exact = size > 0 and encrypted_bytes(size) == info.size_bytes
     return replace(info, size_bytes=size) if is_exact else None

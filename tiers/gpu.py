@@ -27,7 +27,7 @@ PIECES_PER_TRANSFER = 2
 
 @dataclass(slots=True, eq=False)
 class _Piece:
-    """``busy`` is the event of the last copy that used it, ``out`` where its bytes go then."""
+    """``busy`` is the event of its last copy, ``out`` the destination of its bytes after it."""
 
     tensor: torch.Tensor
     bytes: Bytes
@@ -35,7 +35,7 @@ class _Piece:
     out: Bytes | None = None
 
     def settle(self) -> None:
-        """Wait until the device is done with it."""
+        """Wait for its last copy, and deliver its bytes."""
         out, self.out = self.out, None
         if self.busy is not None:
             self.busy.synchronize()
@@ -45,7 +45,7 @@ class _Piece:
 
 
 class Staging:
-    """*transfers* at once, each through two pieces of *piece_bytes*; others wait. The host
+    """Up to *transfers* at once, each through two pieces of *piece_bytes*; others wait. The host
     fills or empties one piece while the device copies the other. Thread-safe.
     """
 
@@ -63,11 +63,11 @@ class Staging:
             yield pair
         finally:
             for piece in pair:
-                piece.out = None  # of a transfer that failed
+                piece.out = None  # after a failed transfer
             self._pairs.put(pair)
 
     def upload(self, stream: Stream, out: torch.Tensor, data: Bytes) -> None:
-        """Queue copies of *data* to the device; *data* may be reused at once."""
+        """Queue copies of *data* to the device; *data* may be reused on return."""
         with self._pair() as pair:
             for piece, start in zip(cycle(pair), self._starts(data), strict=False):
                 part = data[start : start + self._piece_bytes]
@@ -77,7 +77,7 @@ class Staging:
                 piece.busy = stream.record()
 
     def download(self, stream: Stream, out: Bytes, data: torch.Tensor) -> None:
-        """Copy *data* from the device to *out*; done when this returns."""
+        """Copy *data* from the device to *out*; synchronous."""
         with self._pair() as pair:
             for piece, start in zip(cycle(pair), self._starts(out), strict=False):
                 piece.settle()
@@ -92,14 +92,14 @@ class Staging:
 
 
 GRANULE_BYTES = 256
-"""What cudaMalloc aligns to: every frame starts on a line of the device's memory."""
+"""Alignment of cudaMalloc: every frame starts on a line of the device's memory."""
 BLOCK_HEADER_BYTES = 256
-"""Before each frame; ends in the generation, as in a slab of CPU memory."""
+"""Precedes each frame; ends in the generation, as in a slab of CPU memory."""
 STAGING_TRANSFERS = 4
 STAGING_PIECE_BYTES = 4 << 20
 _WORD_BYTES = 8
 _generations = count(0x5EED_B10C_0000_0000, 2)
-"""One for the process, so that no place of one tier is ever that of another."""
+"""One per process, so that places of different tiers never match."""
 
 
 class _Frame(NamedTuple):
@@ -113,11 +113,11 @@ class _Frame(NamedTuple):
 class GpuTier(Tier):
     """One allocation of *device*, cut by a FreeList.
 
-    Host bytes go up on one stream of the tier's own and come down on another, so that neither
-    waits for the other nor for an engine's work. Pageable bytes pass a bounded ring of pinned
-    memory; bytes in memory that the device knows (``Device.register``) are copied straight.
-    A frame becomes visible once its copy is done on the device. Raises InvalidRequestError for a
-    capacity below one granule and a header, TierUnavailableError where the device lacks memory.
+    Uploads and downloads use two streams of the tier, so that neither waits for the other nor for
+    an engine's work. Pageable bytes pass a bounded ring of pinned memory; bytes in registered
+    memory (``Device.register``) are copied directly. A frame becomes visible once its copy on the
+    device is done. Raises InvalidRequestError for a capacity below one granule and a header,
+    TierUnavailableError if the device lacks memory.
     """
 
     name = "gpu"
@@ -132,7 +132,7 @@ class GpuTier(Tier):
         self.max_frame_bytes = self.capacity_bytes - BLOCK_HEADER_BYTES
         self.device = device
         self.memory = device.allocate(self.capacity_bytes)
-        """The whole arena (uint8): for work on frames whose places and leases the caller has."""
+        """The whole arena (uint8), for work on frames that the caller has located and leased."""
         try:
             self._staging = Staging(device, STAGING_TRANSFERS, staging_piece_bytes)
             self._up, self._down = device.stream(), device.stream()
@@ -140,14 +140,14 @@ class GpuTier(Tier):
             device.release(self.memory)
             raise
         self._lock = Lock()
-        # Guards all below; held for dictionary operations only.
+        # Guards the fields below; held for dictionary operations only.
         self._room = FreeList(self.capacity_bytes, GRANULE_BYTES)
         self._sealed: dict[ChunkKey, _Frame] = {}
         self._reserved: dict[object, Place] = {}
-        """Places by themselves: no other reservation ever has their generation."""
+        """Keyed by place: generations are unique."""
         self._closed = False
 
-    # --- in
+    # --- put
 
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
@@ -175,11 +175,11 @@ class GpuTier(Tier):
         self._up.record().synchronize()  # the caller may reuse its memory now
 
     def opened(self, reservation: Reservation, stream: Stream) -> torch.Tensor:
-        """Return the reserved frame's device bytes, for work queued on *stream* from now on, which
-        the caller waits for before it seals or aborts.
+        """Return the reserved frame's device bytes, for work queued on *stream* from now on; the
+        caller waits for it before it seals or aborts.
         """
         place = self._open(reservation)
-        # Who had the room before may still have copies into it on the way.
+        # Copies into the space by its former owner may still be queued.
         stream.wait(self._up.record())
         return self._slice(place, 0, place.size_bytes)
 
@@ -188,7 +188,7 @@ class GpuTier(Tier):
         place = self._open(reservation)
         try:
             self._up.fill(self._word(place), place.generation)
-            self._up.record().synchronize()  # behind every copy into the frame
+            self._up.record().synchronize()  # after every copy into the frame
         except TierUnavailableError:
             self.abort(reservation)
             raise
@@ -206,7 +206,7 @@ class GpuTier(Tier):
         with self._lock:
             place = self._reserved.pop(reservation.place, None)
             if place is not None:
-                # Copies into it may still run; whoever gets the room writes behind them.
+                # Copies into it may still run; the next owner's are queued after them.
                 self._free(place)
 
     def _open(self, reservation: Reservation) -> Place:
@@ -224,7 +224,7 @@ class GpuTier(Tier):
     def _word(self, place: Place) -> torch.Tensor:
         return self.memory[place.offset - _WORD_BYTES : place.offset].view(torch.int64)
 
-    # --- out
+    # --- get
 
     @override
     def read(
@@ -244,15 +244,13 @@ class GpuTier(Tier):
         return True
 
     def locate(self, key: ChunkKey) -> Place | None:
-        """Return where clients of the device find the sealed frame; None when absent."""
+        """Return the place of the sealed frame for clients of the device; None when absent."""
         with self._lock:
             frame = self._sealed.get(key)
         return None if frame is None else frame.place
 
     def place_rows(self, keys: Sequence[ChunkKey]) -> bytes:
-        """Return where clients of the device find the frames up to the first that is absent, as
-        rows of places.
-        """
+        """Return the places of the frames for clients of the device, up to the first absent one."""
         with self._lock:
             here = takewhile(self._sealed.__contains__, keys)
             return pack_places([self._sealed[key].place for key in here])
@@ -264,7 +262,7 @@ class GpuTier(Tier):
         return DEFAULT_TENANT if frame is None else frame.tenant
 
     def arena_file(self) -> int:
-        """Return a descriptor from which another process maps the arena; the caller closes it."""
+        """Return a descriptor for another process to map the arena; the caller closes it."""
         return self.device.export(self.memory)
 
     @override
@@ -278,7 +276,7 @@ class GpuTier(Tier):
         with self._lock:
             return iter([frame.info for frame in self._sealed.values()])
 
-    # --- away
+    # --- delete
 
     @override
     def delete(self, key: ChunkKey) -> bool:
@@ -290,10 +288,10 @@ class GpuTier(Tier):
         return True
 
     def _retire(self, place: Place) -> None:
-        """Free a block that nobody finds any more."""
+        """Free a block that is no longer visible."""
         try:
-            # Odd, and queued before the room can be handed out: a reader in another process
-            # that still copies will notice.
+            # Odd, and queued before the space can be reused: a reader in another process that
+            # still copies detects it.
             self._up.fill(self._word(place), place.generation + 1)
         finally:
             with self._lock:
@@ -319,7 +317,7 @@ class GpuTier(Tier):
             self._sealed.clear()
             self._reserved.clear()
         arena, self.memory = self.memory, torch.empty(0, dtype=torch.uint8)
-        with suppress(TierUnavailableError):  # a device that failed has nothing under way
+        with suppress(TierUnavailableError):  # a failed device has no work queued
             for stream in (self._up, self._down):
                 stream.record().synchronize()
         with suppress(TierUnavailableError):

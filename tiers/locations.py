@@ -1,4 +1,4 @@
-"""Which frame is sealed where: what a tier remembers of a million chunks, in packed rows."""
+"""Infos and places of a tier's sealed frames, in packed rows for a million chunks."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.proto.unix_socket import Place
 
 _LAYOUTS_KEPT = 1024
 _ROW = struct.Struct("<IBB2xQQQQd16sHBx")
-"""A place as in ``unix_socket``, then the order of sealing, from 1 on, and of the info the rest."""
+"""A place as in ``unix_socket``, the order of sealing from 1 on, and the rest of the info."""
 _COLUMNS = np.dtype(
     {
         "names": ["place", "number", "order"],
@@ -29,19 +29,19 @@ _COLUMNS = np.dtype(
 class LocationTable(KeyTable):
     """Sealed frames by key: their infos and places, in order of sealing.
 
-    About 125 bytes a frame, and nothing for the collector of garbage to visit. Layouts are shared:
+    About 125 bytes a frame, and no objects for the garbage collector to visit. Layouts are shared:
     a model has one for whole chunks and a few for the ends of prompts. The tier's lock guards it.
     """
 
     def __init__(self) -> None:
         super().__init__()
-        self._rows = bytearray(_ROW.size)  # row 0 is nobody's
+        self._rows = bytearray(_ROW.size)  # row 0 is unused
         self._layouts: list[KVLayout | None] = [None]
         self._known_layouts: dict[KVLayout, KVLayout] = {}
         self._order = count(1)
 
     def seal(self, info: ChunkInfo, place: Place) -> int:
-        """Keep a frame whose key is not here; return its row."""
+        """Add a frame whose key is absent; return its row."""
         row = self.add(info.key)
         if row == len(self._layouts):
             self._layouts += [None] * spare_rows(row)
@@ -56,7 +56,7 @@ class LocationTable(KeyTable):
         return row
 
     def pop(self, key: ChunkKey) -> Place | None:
-        """Forget a frame and return where it lay; None when it is not here."""
+        """Remove a frame and return its place; None when absent."""
         row = self.find(key)
         if not row:
             return None
@@ -67,7 +67,7 @@ class LocationTable(KeyTable):
         return place
 
     def info(self, row: int) -> ChunkInfo:
-        """Return what is known of the frame in a row, which must have a key."""
+        """Return the info of a row, which must have a key."""
         layout = self._layouts[row]
         assert layout is not None, "a row with a key has a layout"
         *_, size, _, _, flops, parent, codec, accuracy = _ROW.unpack_from(
@@ -78,12 +78,12 @@ class LocationTable(KeyTable):
         )
 
     def info_of(self, key: ChunkKey) -> ChunkInfo | None:
-        """Return what is known of *key*; None when it is not here."""
+        """Return the info of *key*; None when absent."""
         row = self.find(key)
         return self.info(row) if row else None
 
     def location(self, key: ChunkKey) -> Place | None:
-        """Return where a frame lies; None when it is not here."""
+        """Return the place of a frame; None when absent."""
         row = self.find(key)
         return self._location(row) if row else None
 
@@ -100,11 +100,11 @@ class LocationTable(KeyTable):
         return [self.key(row) for row in self._in_order(np.flatnonzero(numbers == number))]
 
     def infos(self) -> list[ChunkInfo]:
-        """Return every frame's, in order of sealing."""
+        """Return the info of every frame, in order of sealing."""
         return [self.info(row) for row in self._in_order(np.arange(len(self._layouts)))]
 
     def _in_order(self, rows: NDArray[np.intp]) -> list[int]:
-        """Return those of *rows* that have a frame."""
+        """Return the *rows* that have a frame, in order of sealing."""
         order = np.frombuffer(self._rows, _COLUMNS)["order"][rows]
         ordered: list[int] = rows[order.argsort()][np.count_nonzero(order == 0) :].tolist()
         return ordered

@@ -1,8 +1,8 @@
 """The tier that all nodes share: frames in one Redis or Valkey.
 
-A frame is cut into parts of a few megabytes, and a manifest, written last and only where there is
-none, makes them a chunk. Parts carry their writer's random id, so that no reader mixes versions,
-and everything has a lifetime, so that what a killed writer left ends by itself.
+A frame is cut into parts of a few megabytes, and a manifest, written last and only if there is
+none, makes them a chunk. Names of parts contain their writer's random id, so that no reader mixes
+versions, and every key has a TTL, so that the remains of a killed writer expire.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Rows: TypeAlias = Mapping[ChunkKey, Manifest | None]
 logger = structlog.get_logger(__name__)
 
 CHUNK_OVERHEAD_BYTES = 512
-"""Accounted for each chunk's manifest and the names of its parts."""
+"""Bytes accounted for each chunk's manifest and the names of its parts."""
 MAX_PEER_MANIFESTS = 4096
 """Manifests of chunks not counted here, kept to save a round trip."""
 
@@ -44,15 +44,15 @@ MAX_PEER_MANIFESTS = 4096
 class RedisTier(Tier):
     """Frames in a Redis that other nodes put into as well.
 
-    ``capacity_bytes`` bounds what this process reserved and sealed plus what a listing
-    showed, at construction and by ``scan``; what others put later is found but not counted.
-    Redis may be down at construction: the first ``reserve`` that reaches it lists what is there.
-    Durable means acknowledged by the server. A seal whose answer is lost raises, and what it left
-    is removed before the next seal or ends by its lifetime; until then the chunk may show, whole.
+    ``capacity_bytes`` bounds the chunks that this process reserved and sealed, and those in its
+    listings, at construction and by ``scan``; chunks that others put later are found but not
+    counted. If Redis is down at construction, the first ``reserve`` that reaches it lists the
+    chunks. Durable means acknowledged by the server. A seal whose reply is lost raises; its remains
+    are removed before the next seal or expire, and until then the chunk may be visible, whole.
 
-    *ttl_s* is a chunk's life from its sealing. *timeout_ms* bounds each connect, send and
-    receive. *part_bytes* is a little below a power of two, as Redis' allocator rounds what is
-    above it up by a quarter.
+    *ttl_s* is a chunk's TTL from its sealing. *timeout_ms* bounds each connect, send and receive.
+    *part_bytes* is slightly below a power of two: Redis' allocator rounds larger values up by a
+    quarter.
     """
 
     name = "redis"
@@ -84,10 +84,10 @@ class RedisTier(Tier):
         self._lock = threading.Lock()
         self._used_bytes = 0
         self._chunks: dict[ChunkKey, Manifest] = {}
-        """Those counted: from their sealing, or a listing, until they are noticed to be gone."""
+        """The counted chunks: from their sealing, or a listing, until found absent."""
         self._peers: OrderedDict[ChunkKey, Manifest] = OrderedDict()
         self._reserved: dict[object, Bytes | None] = {}
-        """Frames by place; None until written, which the writer's are until sealed or aborted."""
+        """The caller's frames by place; None until written."""
         self._listed = False
         try:
             self._list()
@@ -118,7 +118,7 @@ class RedisTier(Tier):
     @override
     def seal(self, reservation: Reservation, *, durable: bool = False) -> bool:
         """Send the frame, then make it visible unless another version of its key is. Raises
-        TierFullError, freeing the room, when the server itself takes no more.
+        TierFullError, freeing the space, when the server is out of memory.
         """
         if reservation.place not in self._reserved:
             raise reservation.spent()
@@ -152,11 +152,11 @@ class RedisTier(Tier):
     def read(
         self, key: ChunkKey, out: Bytes, offset: int = 0, verifier: FrameVerifier | None = None
     ) -> bool:
-        """Fill *out* in one round trip when the chunk is known here; False when it is absent.
+        """Fill *out* in one round trip when the manifest is cached; False when it is absent.
 
-        One with a missing or short part is removed, and absent; so is one on a part of a Cluster
-        that is down, as long as that lasts. *out* then holds rubbish. Never takes more memory than
-        *out* does, whatever stands in Redis.
+        A chunk with a missing or short part is removed and counts as absent; one on an unavailable
+        part of a Cluster is absent meanwhile. *out* is then undefined. Never takes more memory
+        than *out*, whatever Redis contains.
         """
         arrived = bool if verifier is None else verifier.update
         try:
@@ -171,7 +171,7 @@ class RedisTier(Tier):
             check_range(current.info.size_bytes, offset, len(out))
             has_checked = verifier is not None and verifier.has_begun
             if self._stored.read(current, out, offset, bool if has_checked else arrived):
-                # What was checked of one read says nothing of another: a miss, for once.
+                # The verifier has bytes of the first read: report a miss this time.
                 return not has_checked
             with contextlib.suppress(TierUnavailableError):
                 self._stored.delete(key, current.raw)
@@ -195,7 +195,7 @@ class RedisTier(Tier):
 
     @override
     def scan(self) -> Iterator[ChunkInfo]:
-        """List all nodes' chunks, least recently sealed first, and count them from now on."""
+        """List the chunks of all nodes, least recently sealed first, and count them from now on."""
         rows = sorted(self._list().values(), key=lambda row: (row.sealed_us, row.info.key))
         return iter([row.info for row in rows])
 
@@ -213,7 +213,7 @@ class RedisTier(Tier):
         with self._lock:
             before = {key: self._chunks.get(key) for key in keys}
         rows = zip(keys, self._stored.stat(keys), strict=True)
-        # What gave no answer stays counted.
+        # Keys without an answer stay counted.
         found = {key: row for key, row in rows if not isinstance(row, TierUnavailableError)}
         if found:
             self.write_error = ""
@@ -235,8 +235,8 @@ class RedisTier(Tier):
         return found
 
     def _note(self, before: Rows, found: Rows, *, is_listing: bool = False) -> None:
-        """Take in a read: what its keys were counted as *before* it, and what it *found*. What
-        this process sealed meanwhile stays counted; what a listing found is counted from now on.
+        """Update the counts by a read: the manifests counted *before* it, and those it *found*.
+        Chunks that this process sealed meanwhile stay counted; a listing's are counted from now on.
         """
         with self._lock:
             for key, new in found.items():
@@ -263,12 +263,12 @@ class RedisTier(Tier):
 
 
 FULL_SHARE = 0.95
-"""Redis frees nothing of itself under noeviction: writes begin to fail."""
+"""Share of maxmemory that is reported: under noeviction writes fail when it is full."""
 _MEMORY = re.compile(rb"^(used_memory|maxmemory):([0-9]{1,18})\r?$", re.MULTILINE)
 
 
 class HealthFinding(NamedTuple):
-    """One thing that is wrong. ``is_loss``: chunks miss or cannot be put already."""
+    """One problem. ``is_loss``: chunks already miss, or puts fail."""
 
     saw: str
     fix: str
@@ -276,8 +276,8 @@ class HealthFinding(NamedTuple):
 
 
 def check_health(client: RedisClient) -> Iterator[HealthFinding]:
-    """Yield what is wrong with the servers behind *client*; what its user may not see is left out.
-    Raises TierUnavailableError when none of them answers.
+    """Yield problems of the servers behind *client*, except those its user may not query. Raises
+    TierUnavailableError when no server answers.
     """
     masters = client.masters()
     replies = client.ask([(master, (b"SCAN", 0, b"COUNT", 1)) for master in masters])
@@ -306,7 +306,7 @@ def check_health(client: RedisClient) -> Iterator[HealthFinding]:
 
 
 def _ask(client: RedisClient, master: Server, *command: bytes) -> Any:
-    """Return the answer, None when it may not be asked for."""
+    """Return the reply; None when the command is not permitted."""
     with contextlib.suppress(TierUnavailableError):
         return client.run(master, [command], MAX_LISTING_BYTES)[0]
     return None

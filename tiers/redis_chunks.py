@@ -1,7 +1,7 @@
-"""Chunks as they stand in Redis: parts, the manifest that makes them a chunk, and their names.
+"""Chunks in Redis: parts, the manifest that makes them a chunk, and their names.
 
 A manifest is a fixed part, the chunk's index row and an xxh3_64 over both, little-endian.
-Every version ends in that checksum, so that a row from the future can be told from damage.
+Every version ends in that checksum, which distinguishes newer versions from damage.
 """
 
 from __future__ import annotations
@@ -27,27 +27,27 @@ from kvstore.tiers.redis_connection import SLICE_BYTES, Command, Server, Step, e
 VERSION = 1
 WRITE_ID_BYTES = 8
 MAX_MANIFEST_BYTES = 4096
-"""A chunk of 64 components, the most a frame has, takes 3176."""
+"""A frame's maximum of 64 components takes 3176."""
 MIN_PART_BYTES = 4096
 MAX_PART_BYTES = 8 << 20
 MAX_PARTS = 1024
-"""Frames of 1 GiB, the largest there are, fit parts of 1 MiB."""
+"""The largest frames, of 1 GiB, fit parts of 1 MiB."""
 
 _FIXED = struct.Struct("<B3xIIQ8s")
 _CHECKSUM = struct.Struct("<Q")
 
 PART_SLACK_S = 600
-"""Parts outlive their manifest by this much, less the time a writer takes to send them."""
+"""Parts outlive their manifest by this much, minus the time to send them."""
 MAX_LOOK_KEYS = 512
 """Keys of one round trip."""
 MAX_LISTED_CHUNKS = 1 << 18
-"""A listing stops here: further chunks are found by key, and end by their lifetime."""
+"""Limit of a listing: further chunks are found by key, and expire."""
 LIST_S = 30.0
-"""And after so long: strangers' keys may be many, and a server may go on without end."""
+"""Time limit of a listing: other keys may be many, and a faulty server may never end it."""
 MAX_REMAINS = 1024
-"""Failed writes remembered for clean-up; older ones end by their lifetime."""
+"""Failed writes kept for clean-up; older ones expire."""
 SWEEP_WRITES = 64
-"""Failed writes cleaned up at one time."""
+"""Failed writes cleaned up at a time."""
 _DELETE = b"""
 local held = redis.pcall('GETRANGE', KEYS[1], 0, ARGV[1])
 if type(held) == 'table' then held = '' end
@@ -55,13 +55,13 @@ if ARGV[2] ~= '' and ARGV[2] ~= held then return false end
 if redis.call('UNLINK', KEYS[1]) == 0 then return false end
 return held
 """
-"""Remove a manifest, if given only that one, and return what it was."""
+"""Deletes and returns a manifest; with a third argument only if it equals that."""
 
 
 @dataclass(frozen=True, slots=True)
 class Manifest:
-    """One version of one chunk, by the writer with this ``write_id``, whose wall clock says
-    ``sealed_us``: it only orders chunks. ``raw`` is the manifest as it stands in Redis.
+    """One version of one chunk, of the writer with this ``write_id``. ``sealed_us`` is the writer's
+    wall clock, and only orders chunks. ``raw`` is the manifest's bytes in Redis.
     """
 
     info: ChunkInfo
@@ -79,11 +79,11 @@ class Manifest:
 
     @property
     def parts(self) -> int:
-        """How many parts the frame is cut into."""
+        """Number of parts of the frame."""
         return -(-self.info.size_bytes // self.part_bytes)
 
     def cut(self, offset: int, size_bytes: int) -> Iterator[tuple[int, int, int]]:
-        """Yield (part, start, stop) for each slice of a part that holds some of those bytes."""
+        """Yield (part, start, stop) for each slice of a part with some of those bytes."""
         end = offset + size_bytes
         while offset < end:
             part, start = divmod(offset, self.part_bytes)
@@ -93,8 +93,8 @@ class Manifest:
 
 
 def parse_manifest(raw: bytes, key: ChunkKey) -> Manifest | None:
-    """Parse the manifest found under *key*; None when another version wrote it. Whatever it says
-    of sizes is checked against limits first. Raises InvalidFrameError.
+    """Parse the manifest stored for *key*; None for one of another version. All sizes are checked
+    against limits. Raises InvalidFrameError.
     """
     least_bytes = _FIXED.size + _CHECKSUM.size
     if not least_bytes <= len(raw) <= MAX_MANIFEST_BYTES:
@@ -124,7 +124,7 @@ class KeyNames:
     def __init__(self, prefix: str) -> None:
         self._prefix = prefix.encode()
         self.pattern = self._prefix + b"{*}:m"
-        """What SCAN matches manifests with."""
+        """SCAN's pattern for manifests."""
         self._name = re.compile(
             rb"%b\{([0-9a-f]{%d})\}:m" % (re.escape(self._prefix), 2 * KEY_BYTES)
         )
@@ -140,7 +140,7 @@ class KeyNames:
         return [b"%b%d" % (stem, index) for index in range(manifest.parts)]
 
     def key_of(self, name: object) -> ChunkKey | None:
-        """Return the key whose manifest is called *name*, None when it is no such name."""
+        """Return the key whose manifest is called *name*; None for other names."""
         match = self._name.fullmatch(name) if isinstance(name, bytes) else None
         return ChunkKey(bytes.fromhex(match[1].decode())) if match else None
 
@@ -160,7 +160,7 @@ class RedisChunks:
         damaged: list[Call] = []
         for start in range(0, len(keys), MAX_LOOK_KEYS):
             window = keys[start : start + MAX_LOOK_KEYS]
-            # not GET: what a stranger stored under this name may have 512 MB
+            # not GET: another program's value of this name may have 512 MB
             names = [self._names.manifest(key) for key in window]
             calls = [(name, (b"GETRANGE", name, 0, MAX_MANIFEST_BYTES)) for name in names]
             rows = self._client.ask(calls)
@@ -182,8 +182,8 @@ class RedisChunks:
     def read(
         self, manifest: Manifest, out: Bytes, offset: int, arrived: Callable[[int], object] = bool
     ) -> bool:
-        """Compare *manifest*, then fill *out* from its parts. False when one is not there whole. A
-        read from the chunk's start gives it its whole life again. *arrived*: RedisClient.transfer.
+        """Compare *manifest*, then fill *out* from its parts. False when any is missing or short. A
+        read from the chunk's start renews its TTL. *arrived*: see RedisClient.transfer.
         """
         name = self._names.manifest(manifest.info.key)
         peek = (b"GETRANGE", name, 0, MAX_MANIFEST_BYTES)
@@ -194,16 +194,16 @@ class RedisChunks:
             request = encode(b"GETRANGE", parts[part], start, stop - 1)
             steps.append((request, b"$%d\r\n" % (stop - start), stop - start))
         if offset == 0:
-            # the manifest last: as ever, it promises that its parts are there
+            # the manifest last: it must not outlive its parts
             lives = [*((part, self._ttl_s + PART_SLACK_S) for part in parts), (name, self._ttl_s)]
             expire = b"".join(encode(b"EXPIRE", *life) for life in lives)
             steps.append((expire, b":1\r\n" * len(lives), 0))
         return self._client.transfer(name, steps, out.data, arrived)
 
     def write(self, manifest: Manifest, frame: Bytes) -> bool:
-        """Send the parts, then the manifest unless its key has one. Return whether it had none.
-        What is left when this raises goes before the next publishing. Raises redis'
-        OutOfMemoryError when the server takes no more.
+        """Send the parts, then the manifest unless its key has one; return whether it had none. If
+        this raises, the remains are removed before the next write. Raises redis' OutOfMemoryError
+        when the server is out of memory.
         """
         name, view, size = self._names.manifest(manifest.info.key), frame.data, manifest.part_bytes
         life_s = self._ttl_s + PART_SLACK_S
@@ -219,7 +219,7 @@ class RedisChunks:
                 for at, part in enumerate(self._names.parts(manifest))
             ]
             self._client.run(name, parts)
-            # in a round trip of its own: a pipeline runs on after a part that was refused
+            # in a separate round trip: a pipeline continues after a refused part
             seal = (b"SET", name, manifest.raw, b"EX", self._ttl_s, b"NX")
             if self._client.run(name, [seal]) != [None]:
                 return True
@@ -233,8 +233,8 @@ class RedisChunks:
         return False
 
     def delete(self, key: ChunkKey, raw: bytes = b"") -> Manifest | None:
-        """Remove the chunk of *key*, if given only the version whose manifest is *raw*. Return it,
-        or None when there was nothing a reader could have read.
+        """Remove the chunk of *key*, or only its version with the manifest *raw*. Return the
+        manifest; None when there was no readable one.
         """
         name, command = self._delete_manifest(key, raw)
         (row,) = self._client.run(name, [command])
@@ -244,12 +244,12 @@ class RedisChunks:
         if removed is not None:
             try:
                 self._client.run(name, [(b"UNLINK", *self._names.parts(removed))])
-            except TierUnavailableError:  # the chunk is gone; only its parts linger
+            except TierUnavailableError:  # the chunk is gone; only its parts remain
                 self._remains.append(removed)
         return removed
 
     def scan(self) -> tuple[dict[ChunkKey, Manifest], bool]:
-        """Read all manifests, at most MAX_LISTED_CHUNKS; return whether these are all there are."""
+        """Return all manifests, at most MAX_LISTED_CHUNKS, and whether the listing is complete."""
         found: dict[ChunkKey, Manifest] = {}
         whole, until = True, time.monotonic() + LIST_S
         for master in self._client.masters():
@@ -283,7 +283,7 @@ class RedisChunks:
         return name, (b"EVAL", _DELETE, 1, name, MAX_MANIFEST_BYTES, raw)
 
     def _discard(self, manifest: Manifest) -> None:
-        """Remove what a lost or refused write left, now or before the next publishing."""
+        """Remove the remains of a lost or refused write, now or before the next one."""
         self._remains.append(manifest)
         with contextlib.suppress(TierUnavailableError):
             self._sweep()

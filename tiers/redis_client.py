@@ -1,7 +1,7 @@
-"""The way to Redis: every call ends in bounded time, and no error names a password.
+"""The Redis client: every call ends in bounded time, and no error contains a password.
 
-redis-py's pool, Sentinel and RedisCluster know no deadline of a call, and RedisCluster holds a lock
-while it requests who holds what. So that is done here, over redis-py's connections.
+redis-py's pool, Sentinel and RedisCluster have no deadline per call, and RedisCluster holds a lock
+while it requests the topology. This module does it over redis-py's connections.
 """
 
 from __future__ import annotations
@@ -36,33 +36,33 @@ from kvstore.tiers.redis_url import HostPort, RedisUrl, parse_redis_url, tls_con
 
 DEFAULT_CONNECTIONS = 16
 SLOWEST_BYTES_PER_S = 16 << 20
-"""A call ends after the timeout and what its payload takes at this rate."""
+"""A call ends after the timeout plus its payload's time at this rate."""
 MAX_REPLY_BYTES = 16 << 10
 """Limit of the mean reply to a command whose reply is parsed."""
 MAX_LISTING_BYTES = 4 << 20
 """Limit of one page of a listing."""
 MAX_TOPOLOGY_BYTES = 1 << 20
 REST_S = 0.5
-"""A server of a Cluster that failed is left alone for this long."""
+"""A failed server of a Cluster is not used for this long."""
 MIN_RENEW_S = 0.1
-"""Least time between two questions who serves what."""
+"""Least time between two requests for the topology."""
 MIN_ASK_SHARE = 0.1
-"""Share of the time of a call below which no further server is asked who serves what: it would
-count as failed without a chance. The next call asks it first."""
+"""Share of a call's time below which no further server is requested for the topology: it would
+time out and count as failed. The next call starts with it."""
 SLOTS = 16384
 
 TIER_RIGHTS = ("getrange", "set", "unlink", "expire", "scan", "eval")
-"""Commands that the tier needs; a Cluster's user needs cluster|slots as well."""
+"""Commands that the tier needs; in a Cluster also cluster|slots."""
 DIRECTORY_RIGHTS = ("sadd", "srem", "srandmember", "hget", "hset", "hdel", "hgetall", "time")
-"""Commands that the node directory needs, too."""
+"""Further commands that the node directory needs."""
 
 _ELSEWHERE = (
     errors.AskError, errors.TryAgainError, errors.ReadOnlyError, LoadingError,
     errors.ClusterDownError, SlotLostError,
 )  # fmt: skip
-"""A server that answers with one of these, AskError's child MovedError too, did nothing."""
+"""Replies, including AskError's subclass MovedError, of a server that did not run the command."""
 _LOCAL = (OSError, errors.ConnectionError, errors.TimeoutError, errors.InvalidResponse, *_ELSEWHERE)
-"""Errors of one server, which others of the Cluster may not have."""
+"""Errors of one server; others of the Cluster may work."""
 _FAILED = (OSError, errors.RedisError)
 _ALLOW = (
     f"allow its user in its ACL {' '.join(f'+{word}' for word in TIER_RIGHTS)}, for the node"
@@ -83,23 +83,23 @@ _FIXES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = 
 _FIX = "check that it runs and that the URL names it"
 
 Call = tuple[bytes | Server, Command]
-"""The server, or the name that decides which it is, and the command."""
+"""The server, or the key name that selects it, and the command."""
 
 
 logger = structlog.get_logger(__name__)
 
 
 class Topology:
-    """Which server holds a key: the only one, the master that Sentinels name, or a Cluster's.
+    """Maps keys to servers: the only one, the master that Sentinels name, or a Cluster's.
 
-    redis.io, "Sentinel clients" and "Cluster specification". Any Sentinel or node says who holds
-    what, and again after a failure. A Cluster's master that failed is left alone for REST_S.
+    See redis.io, "Sentinel clients" and "Cluster specification". Any Sentinel or node provides the
+    topology, again after each failure. A failed master of a Cluster is not used for REST_S.
     Thread-safe; raises redis-py's errors and OSError.
     """
 
     def __init__(self, url: RedisUrl, options: ConnectionOptions, clock: Clock) -> None:
         self.moves: Final = url.mode != "single"
-        """Whether another server may come to hold a key."""
+        """Whether keys may move to another server."""
         self.is_cluster: Final = url.mode == "cluster"
         self._url, self._options, self._clock = url, options, clock
         own = options._replace(login=url.sentinel_login, database=0, limit=1)
@@ -115,7 +115,7 @@ class Topology:
         self._cause: Exception | None = None
 
     def has_others(self) -> bool:
-        """Whether a master of a Cluster is not known to be down."""
+        """Return whether any master of a Cluster is not known to be down."""
         masters = set(self.holders) if self.is_cluster else ()
         return any(server is not None and not server.is_resting for server in masters)
 
@@ -132,7 +132,7 @@ class Topology:
         return server
 
     def note_failure(self, server: Server, error: Exception) -> None:
-        """Follow a slot that moved, and ask who holds what before the next use."""
+        """Follow a moved slot, and mark the topology stale."""
         if self.is_cluster and not isinstance(error, errors.ResponseError):
             server.rests_until = self._clock() + REST_S
         with self._lock:
@@ -143,13 +143,13 @@ class Topology:
                     self.holders[error.slot_id] = self._node((host, error.port))
 
     def renew_if_stale(self, deadline: float) -> None:
-        """Ask who holds what, if that may have changed. Raises when nobody has answered yet."""
+        """Request the topology if it may have changed. Raises if none is known yet."""
         if not self._is_stale:
             return
         with self._lock:
             is_due = self._is_stale and self._clock() - self._renewed_at >= MIN_RENEW_S
             if is_due:
-                self._renewed_at = math.inf  # the others go on with what is known
+                self._renewed_at = math.inf  # other threads use the known topology
         if is_due:
             try:
                 self._renew(deadline)
@@ -161,7 +161,7 @@ class Topology:
     def _renew(self, deadline: float) -> None:
         with self._lock:
             known = [self._node(at) for at in (*self._nodes, *self._url.hosts) if self.is_cluster]
-        # those that failed are asked last
+        # failed servers last
         asked = sorted(dict.fromkeys(self._sentinels or known), key=lambda one: one.rests_until)
         reasons = []
         least_s = (deadline - self._clock()) * MIN_ASK_SHARE
@@ -170,7 +170,7 @@ class Topology:
             if left_s <= max(0.0, least_s):
                 reasons.append("no time was left to ask the others")
                 break
-            try:  # a silent one leaves half of the time to the others
+            try:  # an unresponsive one leaves half of the time to the others
                 self._settle(self._ask(server, deadline - (left_s / 2 if at < len(asked) else 0)))
                 return
             except _FAILED as error:
@@ -181,7 +181,7 @@ class Topology:
         self._reason = f"{what}: {'; '.join(reasons)}"
 
     def _ask(self, server: Server, deadline: float) -> list[tuple[int, int, HostPort]]:
-        """Return (first slot, slot after the last, master) as *server* knows them."""
+        """Return (first slot, slot after the last, master) rows from *server*."""
         service = self._url.service
         question = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())
         with server.connection(deadline) as connection:
@@ -207,7 +207,7 @@ class Topology:
             used = {server.address for server in holders if server is not None}
             used |= set(self._url.hosts) if self.is_cluster else set()
             gone = [self._nodes.pop(address) for address in set(self._nodes) - used]
-            # Until each master answers again somebody may be on the way to take its place.
+            # Until each master answers again, a failover may be under way.
             self._is_stale = any(server.is_resting for server in self._nodes.values())
         if self._sentinels and old and old != holders:
             logger.info("redis has a new master", old=str(old[0]), new=str(holders[0]))
@@ -237,7 +237,7 @@ def _slot_ranges(reply: Reply, asked_host: str) -> list[tuple[int, int, HostPort
             case [int(first), int(last), [host, int(port), *_], *_] if (
                 0 <= first <= last < SLOTS and 0 < port < 1 << 16
             ):
-                # a node that does not know its own name means the one it was asked by
+                # an empty host means the node that answered
                 name = host.decode(errors="replace") if isinstance(host, bytes) else ""
                 found.append((first, last + 1, (name or asked_host, port)))
             case _:
@@ -248,12 +248,11 @@ def _slot_ranges(reply: Reply, asked_host: str) -> list[tuple[int, int, HostPort
 
 
 class RedisClient:
-    """Send commands to the servers behind one URL.
+    """Sends commands to the servers behind one URL.
 
-    A call ends once nothing came for *timeout_ms*, and at the latest after that and the time
-    of its payload at SLOWEST_BYTES_PER_S. What a server did not begin to do is tried once
-    more where another server may do it. At most *connections* are open to each server.
-    Thread-safe.
+    A call ends when no byte arrives for *timeout_ms*, and at the latest after that plus its
+    payload's time at SLOWEST_BYTES_PER_S. A command that its server did not run is retried once
+    if another server may run it. At most *connections* are open to each server. Thread-safe.
     """
 
     def __init__(
@@ -261,7 +260,7 @@ class RedisClient:
     ) -> None:
         parsed = parse_redis_url(url)
         self.url: Final = parsed.shown
-        """The URL as it may be shown."""
+        """The URL without credentials."""
         self.is_cluster: Final = parsed.mode == "cluster"
         self._tier = tier
         self._secrets = {parsed.login.password, parsed.sentinel_login.password} - {""}
@@ -277,7 +276,7 @@ class RedisClient:
         """Send *commands* about the key called *name*, or to that server, and return their replies.
 
         The reply for a key of the wrong type is None, as if it were absent. Raises redis-py's
-        OutOfMemoryError when the server takes no more, else TierUnavailableError.
+        OutOfMemoryError when the server is out of memory, else TierUnavailableError.
         """
         replies = self.ask([(name, command) for command in commands], reply_bytes=reply_bytes)
         for reply in replies:
@@ -290,8 +289,8 @@ class RedisClient:
     ) -> list[Any]:
         """Send *calls*, in one round trip to all servers at once, and return their replies.
 
-        Like ``run``, but the reply of a part of the Cluster that is down is the error. With
-        *within_s* it ends after so many seconds. *reply_bytes* limits the mean reply.
+        Like ``run``, but the reply of an unavailable part of the Cluster is the error. *within_s*
+        limits the call's time. *reply_bytes* limits the mean reply.
         """
         views = (len(word) for _, words in calls for word in words if type(word) is memoryview)
         deadline = min(self._deadline(sum(views)), self._clock() + within_s)
@@ -314,7 +313,7 @@ class RedisClient:
     def _ask_once(
         self, calls: dict[int, Call], deadline: float, reply_bytes: int
     ) -> tuple[dict[int, Any], dict[int, Call]]:
-        """Return the replies by number, errors among them, and what no server began to do."""
+        """Return the replies by number, including errors, and the calls that no server ran."""
         replies: dict[int, Any] = {}
         undone: dict[int, Call] = {}
         groups: dict[Server, list[int]] = {}
@@ -336,8 +335,8 @@ class RedisClient:
     def transfer(
         self, name: bytes, steps: Sequence[Step], out: memoryview, arrived: Callable[[int], object]
     ) -> bool:
-        """Do *steps* about the key called *name*, whose payload fills *out*; call *arrived*, after
-        each slice, with how much has come. Return False when a reply is not the one expected.
+        """Run *steps* on the key called *name*, whose payload fills *out*; call *arrived* after
+        each slice with the bytes received. Return False when a reply is not the one expected.
         """
         deadline = self._deadline(len(out))
         came_bytes, may_repeat = 0, self._topology.moves
@@ -349,7 +348,7 @@ class RedisClient:
                     for came_bytes in connection.transfer(steps, out, server.window):
                         arrived(came_bytes)
                 return True
-            except KVStoreError:  # of the caller that checks what arrives
+            except KVStoreError:  # from *arrived*
                 raise
             except (errors.InvalidResponse, WrongTypeError):
                 return False
@@ -357,14 +356,14 @@ class RedisClient:
                 is_curable = isinstance(error, _LOCAL)
                 if server is not None and is_curable:
                     self._topology.note_failure(server, error)
-                # What was reported to have come is not requested again.
+                # Bytes reported to *arrived* are not requested again.
                 may_repeat = may_repeat and is_curable and not came_bytes
                 if not may_repeat or self._clock() >= deadline:
                     raise self._unavailable(error, is_partial=self._is_partial(error)) from None
                 may_repeat = False
 
     def unserved_slots(self) -> int:
-        """Return how many slots of a Cluster had no master when it was last asked."""
+        """Return how many slots of a Cluster have no master in the last topology."""
         return self._topology.holders.count(None)
 
     def masters(self) -> list[Server]:
@@ -385,13 +384,13 @@ class RedisClient:
         return self._clock() + self._timeout_s + payload_bytes / SLOWEST_BYTES_PER_S
 
     def _is_partial(self, error: Exception) -> bool:
-        """Whether other parts of the Cluster go on."""
+        """Return whether other parts of the Cluster still work."""
         return not isinstance(error, errors.ClusterDownError) and self._topology.has_others()
 
     def _unavailable(self, error: Exception, *, is_partial: bool = False) -> TierUnavailableError:
-        """Return *error* as it may be shown."""
+        """Return *error* with a fix and without passwords."""
         reason = str(error)
-        for secret in self._secrets:  # a proxy may quote the AUTH it does not understand
+        for secret in self._secrets:  # a proxy may quote an AUTH command it does not support
             reason = reason.replace(secret, "***")
         whys = (error, error.__cause__)
         fix = next((fix for kind, fix in _FIXES if any(isinstance(w, kind) for w in whys)), _FIX)
@@ -402,13 +401,13 @@ class RedisClient:
 def _exchange(
     commands: dict[Server, list[Command]], deadline: float, reply_bytes: int
 ) -> dict[Server, tuple[bool, list[Reply | Exception]]]:
-    """Send *commands*, then receive the replies, each *reply_bytes* at most in the mean. Return
-    whether something was sent, and the replies, which are all an error where that came instead.
+    """Send *commands*, then receive the replies, at most *reply_bytes* each on average. Return per
+    server whether anything was sent, and the replies; after a failure each is the error.
     """
     came: dict[Server, tuple[bool, list[Any]]] = {}
     sent: dict[Server, RedisConnection] = {}
     with ExitStack() as stack:
-        # in one order for all callers, lest two wait for what the other holds
+        # in one order for all callers, to avoid deadlock
         for server in sorted(commands, key=lambda one: one.address):
             connection = None
             try:

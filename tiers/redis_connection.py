@@ -1,8 +1,8 @@
-"""A Redis server and its connections: redis-py's, with deadlines, limits and payload in place.
+"""A Redis server and its connections: redis-py's, with deadlines, limits and in-place payload.
 
 redis-py bounds each read, not a reply, and hiredis allocates the list that a server announces: 13
-bytes of a hostile one hold all threads for seconds. So it is redis-py's Python parser that reads,
-from a socket whose every use ends by the call's deadline and that yields a limited reply.
+bytes from a hostile server block all threads for seconds. So redis-py's Python parser reads, from a
+socket that ends every call by its deadline and limits the size of a reply.
 """
 
 from __future__ import annotations
@@ -29,23 +29,23 @@ from kvstore.tiers.redis_url import HostPort, Login
 Command: TypeAlias = Sequence[bytes | int | memoryview]
 Reply: TypeAlias = "bytes | int | errors.RedisError | list[Reply] | None"
 Step: TypeAlias = tuple[bytes, bytes, int]
-"""A packed command, the reply expected, and the size of the payload and CRLF after it, if any."""
+"""A packed command, the expected reply, and the size of the payload that follows with a CRLF."""
 Clock: TypeAlias = Callable[[], float]
 
 MAX_HANDSHAKE_BYTES = 16 << 10
 SLICE_BYTES = 384 << 10
 """Payload is requested in slices of this size."""
 WINDOW = 2
-"""Slices requested and not yet here, on one connection. Redis copies all that is requested before
-it sends, and the kernel what the reader has not taken: two slices stay in the processor's caches
-from one end to the other. Three connections read 64 MB in 38 to 40 ms (medians of 40, two cores),
-with slices of 256 KiB in 43, of 512 in 41 to 42; GET of whole values takes 48 to 50."""
+"""Slices in flight on one connection. Redis buffers all requested values before it sends, and the
+kernel all unread bytes: two slices stay in the processor's caches end to end. Three connections
+read 64 MB in 38 to 40 ms (medians of 40, two cores), with slices of 256 KiB in 43, of 512 in 41
+to 42; GET of whole values takes 48 to 50."""
 FAR_WINDOW = 11
-"""Slices on their way from a server that is far: those are in nobody's cache."""
+"""Slices in flight from a distant server, where caches do not matter."""
 FAR_S = 0.001
-"""A server that answers faster is on this host, or in the same rack."""
+"""A server with a faster answer is on this host, or in the same rack."""
 GRACE_S = 0.1
-"""What came in time is still read for so long: another server of the call may have used it up."""
+"""Replies that arrived in time are read this long after the deadline: others came first."""
 
 _JOINED_BYTES = _RECEIVE_BYTES = 64 << 10
 _MAX_ERROR_BYTES = 512
@@ -57,7 +57,7 @@ class WrongTypeError(errors.ResponseError):
 
 
 class LoadingError(errors.ResponseError):
-    """The server does not have its data yet. A reply, which redis-py's own class is not."""
+    """The server has not loaded its data yet. A ResponseError, unlike redis-py's own class."""
 
 
 class SlotLostError(errors.ResponseError):
@@ -65,9 +65,9 @@ class SlotLostError(errors.ResponseError):
 
 
 class ReplyParser(_RESP2Parser):
-    """redis-py's parser, with the errors above."""
+    """redis-py's parser with the errors above."""
 
-    EXCEPTION_CLASSES = {  # noqa: RUF012 - of an untyped class
+    EXCEPTION_CLASSES = {  # noqa: RUF012 - the base class is untyped
         **_RESP2Parser.EXCEPTION_CLASSES,
         "WRONGTYPE": WrongTypeError,
         "LOADING": LoadingError,
@@ -85,12 +85,12 @@ class ReplyParser(_RESP2Parser):
 
 
 def encode(*words: bytes | int | memoryview) -> bytes:
-    """Return one command as it is sent."""
+    """Return one command in the wire format."""
     return pack_command(words)  # type: ignore[arg-type, no-any-return]
 
 
 def pack(*commands: Command) -> list[bytes | memoryview]:
-    """Return *commands* as they are sent; their payload, a view, as it is: redis-py copies it."""
+    """Return *commands* in the wire format; payload views are not copied, unlike in redis-py."""
     packed: list[bytes | memoryview] = []
     text: list[bytes] = []
     for command in commands:
@@ -106,7 +106,7 @@ def pack(*commands: Command) -> list[bytes | memoryview]:
 
 
 class ConnectionOptions(NamedTuple):
-    """How each connection is opened. ``limit`` bounds those to one server."""
+    """Options of each connection. ``limit`` bounds the connections to one server."""
 
     timeout_s: float
     limit: int
@@ -116,14 +116,14 @@ class ConnectionOptions(NamedTuple):
 
 
 class DeadlineSocket:
-    """A socket whose every use ends by ``deadline``, and after *silence_s* without any byte. What
-    came before the deadline can be received for GRACE_S after it.
+    """A socket whose calls end by ``deadline``, and after *silence_s* without a byte. Bytes that
+    arrived before the deadline can be received for GRACE_S after it.
     """
 
     def __init__(self, sock: socket.socket, silence_s: float, clock: Clock) -> None:
         self.deadline = 0.0
         self.limit_bytes = 0
-        """What ``recv`` returns yet; with more, the reply is larger than any right one."""
+        """Remaining bytes that ``recv`` may return; a longer reply is invalid."""
         self._sock = sock
         self._wait_s = -1.0
         self._silence_s = silence_s
@@ -146,13 +146,13 @@ class DeadlineSocket:
             raise errors.TimeoutError("no answer in time") from None
 
     def sendall(self, data: bytes | memoryview) -> None:
-        """Send all of *data*."""
+        """Send all *data*."""
         left = memoryview(data)
         while left:
             left = left[self._use(self._sock.send, left) :]
 
     def recv(self, size: int) -> bytes:
-        """Receive *size* bytes at most."""
+        """Receive at most *size* bytes."""
         data: bytes = self._use(self._sock.recv, size)
         self.limit_bytes -= len(data)
         if self.limit_bytes < 0:
@@ -162,7 +162,7 @@ class DeadlineSocket:
         return data
 
     def recv_into(self, rooms: Sequence[memoryview]) -> int:
-        """Fill *rooms*, as far as something came; return how far."""
+        """Receive available bytes into *rooms*; return their number."""
         if isinstance(self._sock, ssl.SSLSocket):
             count: int = self._use(self._sock.recv_into, rooms[0])
         else:
@@ -173,15 +173,15 @@ class DeadlineSocket:
 
 
 class RedisConnection(Connection):
-    """redis-py's connection, every call on which ends by the deadline of its ``link``. Raises
-    redis-py's errors and OSError; after one, the connection is of no use.
+    """redis-py's connection; every call ends by the deadline of its ``link``. Raises redis-py's
+    errors and OSError; the connection is unusable after one.
     """
 
     link: DeadlineSocket
     is_quiet = False
-    """Whether it is open, and all replies were received."""
+    """Whether it is open and has received all replies."""
     answer_s = math.inf
-    """How long the last replies took that were parsed."""
+    """Duration of the last call with parsed replies."""
     _sent_at = -math.inf
 
     def __init__(self, address: HostPort, options: ConnectionOptions, clock: Clock) -> None:
@@ -210,7 +210,7 @@ class RedisConnection(Connection):
     @property  # type: ignore[misc] # it cannot be set
     @override
     def socket_connect_timeout(self) -> float:
-        """Half of what is left: an address that does not answer leaves the rest to the next."""
+        """Half of the remaining time, so that the rest is left for the next address."""
         return max(0.001, (self._deadline - self._clock()) / 2)
 
     @override
@@ -225,7 +225,7 @@ class RedisConnection(Connection):
 
     @override
     def read_response(self, *_: Any, **__: Any) -> Any:
-        """Return one reply of the handshake, for redis-py. Raises what is an error."""
+        """Return one reply of the handshake, for redis-py. Raises an error reply."""
         (reply,) = self.read_replies(1, MAX_HANDSHAKE_BYTES)
         self.is_quiet = False  # before ``open`` has succeeded
         if isinstance(reply, errors.RedisError):
@@ -233,7 +233,7 @@ class RedisConnection(Connection):
         return reply
 
     def send(self, parts: Sequence[bytes | memoryview]) -> None:
-        """Send all *parts*, those that are small together."""
+        """Send all *parts*, joined if they are small."""
         self.is_quiet, self._sent_at = False, self._clock()
         if sum(map(len, parts)) <= _JOINED_BYTES:
             parts = [b"".join(parts)]
@@ -241,7 +241,7 @@ class RedisConnection(Connection):
             self.link.sendall(part)
 
     def read_replies(self, count: int, limit_bytes: int) -> list[Reply]:
-        """Return *count* replies of *limit_bytes* together, errors too: all that there may be."""
+        """Return *count* replies, including errors, of at most *limit_bytes* in total."""
         self.link.limit_bytes = limit_bytes
         read = self._parser.read_response
         try:
@@ -254,8 +254,8 @@ class RedisConnection(Connection):
         return replies
 
     def transfer(self, steps: Sequence[Step], out: memoryview, window: int) -> Iterator[int]:
-        """Do *steps* in order, whose payload fills *out*; yield how far, after each slice. *window*
-        slices are on their way, after a first step without payload.
+        """Run *steps* in order, whose payload fills *out*; yield the bytes filled after each slice.
+        *window* slices are in flight, after a first step without payload.
         """
         requests = (request for request, _, _ in steps)
         self.send(list(islice(requests, window + 1)))
@@ -264,12 +264,12 @@ class RedisConnection(Connection):
             start, end = end, end + payload_bytes
             self.receive(expected, out[start:end])
             if payload_bytes:
-                self.send(list(islice(requests, 1)))  # before what is done with it takes time
+                self.send(list(islice(requests, 1)))  # before the caller processes the slice
                 yield end
         self.is_quiet = True
 
     def receive(self, expected: bytes, room: memoryview) -> None:
-        """Receive a reply that is *expected*; where *room* is not empty, payload and a CRLF too."""
+        """Receive the *expected* reply, then, if *room* is not empty, payload and a CRLF."""
         head, end = memoryview(bytearray(len(expected))), memoryview(bytearray(2))
         left = deque((head, room, end) if len(room) else (head,))
         came = 0
@@ -287,10 +287,10 @@ class RedisConnection(Connection):
             raise errors.InvalidResponse("a value of another size than announced")
 
     def _other_reply(self, got: bytes, expected: bytes) -> Exception:
-        """Return the error that came in place of what was expected; *got* may end inside it."""
+        """Return the error received in place of *expected*; *got* may end inside it."""
         pairs = enumerate(zip(got, expected, strict=False))
         same = next((at for at, (one, other) in pairs if one != other), len(got))
-        # A value's bytes may look like an error, which stands in the value's place, at its head.
+        # A value's bytes may look like an error; a real one replaces the value from its head on.
         line = got if expected.startswith(b"$") else got[got.rfind(b"\n", 0, same) + 1 :]
         if not line.startswith(b"-"):
             return errors.InvalidResponse("another reply")
@@ -300,13 +300,13 @@ class RedisConnection(Connection):
         text = line[1:].partition(_END)[0].decode(errors="replace")
         try:
             return ReplyParser.parse_error(text)
-        except ValueError:  # of a place that cannot be read
+        except ValueError:  # a MOVED or ASK with an invalid address
             return errors.ResponseError(text)
 
 
 class Server:
-    """One Redis server and its connections, of which ``limit`` are open at most. Thread-safe. Each
-    has one user at a time; one that failed is not used again.
+    """One Redis server and its connections, at most ``limit``. Thread-safe. Each connection has one
+    user at a time; a failed one is not reused.
     """
 
     def __init__(self, address: HostPort, options: ConnectionOptions, clock: Clock) -> None:
@@ -314,12 +314,12 @@ class Server:
         self._options = options
         self._clock = clock
         self._free: LifoQueue[RedisConnection | None] = LifoQueue()
-        """The connections in no use; None for each that may be opened."""
+        """Unused connections; None for each that may be opened."""
         for _ in range(options.limit):
             self._free.put(None)
         self.rests_until = 0.0
         self._nearest_s = float("inf")
-        """Time of the fastest answer, which says how far the server is: others had to wait."""
+        """Time of the fastest answer, which estimates the server's distance: others had waits."""
         self._is_closed = False
 
     def __str__(self) -> str:
@@ -327,18 +327,18 @@ class Server:
 
     @property
     def is_resting(self) -> bool:
-        """Whether the server is being left alone."""
+        """Whether the server failed recently and is not used."""
         return self._clock() < self.rests_until
 
     @property
     def window(self) -> int:
-        """Slices to have on their way on a connection. TLS leaves nothing in the caches anyway."""
+        """Slices in flight on a connection. With TLS caches do not matter either."""
         is_far = self._options.tls is not None or self._nearest_s > FAR_S
         return FAR_WINDOW if is_far else WINDOW
 
     @contextmanager
     def connection(self, deadline: float) -> Iterator[RedisConnection]:
-        """Give a connection that is open and quiet, waiting for one up to *deadline*. It is hung up
+        """Yield an open, quiet connection, waiting for one until *deadline*. It is closed
         afterwards unless it is quiet again.
         """
         try:
@@ -349,7 +349,7 @@ class Server:
             if connection is not None:
                 poll = select.poll()
                 poll.register(connection.link, select.POLLIN | select.POLLRDHUP)
-                if poll.poll(0):  # it hung up, or says more
+                if poll.poll(0):  # the server closed it, or sent unexpected bytes
                     connection.disconnect()  # type: ignore[no-untyped-call]
                     connection = None
             if self._is_closed:
@@ -369,11 +369,11 @@ class Server:
                 self.close()
 
     def close(self) -> None:
-        """Hang up; what is in use follows as it comes back. Idempotent."""
+        """Disconnect; connections in use follow when they are returned. Idempotent."""
         self._is_closed = True
         with suppress(Empty):
             while True:
                 connection = self._free.get_nowait()
                 if connection is not None:
                     connection.disconnect()  # type: ignore[no-untyped-call]
-        self._free.put(None)  # for who waits, to learn of it
+        self._free.put(None)  # wakes a waiter, which then raises

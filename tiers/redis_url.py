@@ -1,4 +1,4 @@
-"""Where Redis is: one server, the master that Sentinels name, or a Cluster."""
+"""Redis URLs: one server, the master that Sentinels name, or a Cluster."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ HostPort = tuple[str, int]
 MAX_HOSTS = 64
 """Hosts in one URL."""
 DEFAULT_PREFIX = "kvs:1:"
-"""What all names begin with, unless the operator says otherwise."""
+"""Default prefix of all names."""
 
 _MODES: dict[str, tuple[Mode, int]] = {
     "": ("single", 6379),
     "sentinel": ("sentinel", 26379),
     "cluster": ("cluster", 6379),
 }
-"""By the end of the scheme: what the hosts are, and the port of each that states none."""
+"""Mode and default port by the suffix of the scheme."""
 _TLS_OPTIONS = {
     "ssl_cert_reqs", "ssl_ca_certs", "ssl_ca_path", "ssl_certfile", "ssl_keyfile",
     "ssl_check_hostname",
@@ -37,7 +37,7 @@ _HOST = re.compile(r"(?:\[([0-9A-Fa-f:.]+)\]|([A-Za-z0-9_.-]+))(?::([0-9]{1,5}))
 
 
 class Login(NamedTuple):
-    """What is sent to a server that asks who we are; empty where it does not."""
+    """Credentials for a server; empty if it requires none."""
 
     username: str = ""
     password: str = ""
@@ -45,7 +45,7 @@ class Login(NamedTuple):
 
 class RedisUrl(NamedTuple):
     """A checked address: ``hosts`` are the server, the Sentinels or some nodes of the Cluster.
-    ``tls`` is None for plain text, else its options. ``shown`` names no user and no password.
+    ``tls`` is None for plain text, else its options. ``shown`` is the URL without credentials.
     """
 
     mode: Mode
@@ -59,8 +59,8 @@ class RedisUrl(NamedTuple):
 
 
 def parse_redis_url(url: str) -> RedisUrl:
-    """Parse *url*. Raises InvalidRequestError, which never quotes it: a badly escaped password may
-    be anywhere in it.
+    """Parse *url*. Raises InvalidRequestError, which never quotes it, as a badly escaped password
+    may be anywhere in it.
     """
     refusal = InvalidRequestError("redis url", "(not shown)", _FIX)
     try:
@@ -106,8 +106,8 @@ def parse_redis_url(url: str) -> RedisUrl:
 
 
 def tls_context(options: tuple[tuple[str, str], ...]) -> ssl.SSLContext:
-    """Return the context of *options*, by their names in the URL. Raises InvalidRequestError for
-    values that mean nothing and files that cannot be read.
+    """Return the context of the URL's TLS *options*. Raises InvalidRequestError for invalid values
+    and unreadable files.
     """
     given = dict(options)
     requirement = given.get("ssl_cert_reqs", "required")

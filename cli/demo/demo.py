@@ -1,4 +1,4 @@
-"""`kvstore demo`: the store's main job on this machine, with real processes, checked and timed."""
+"""`kvstore demo`: stores and loads a prompt on this machine, with real processes, timed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from kvstore.cli.app import EXIT_NOT_HELD, Grid, command, fail, number, open_con
 from kvstore.cli.calibrate import check_extras
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
-if TYPE_CHECKING:  # help is to load none of it
+if TYPE_CHECKING:  # keeps --help fast
     from rich.console import Console
 
 MODEL = Path(__file__).with_name("tinylm")
@@ -30,7 +30,7 @@ DISK_SIZE = "512MiB"
 START_S = 60.0
 _GREETING = "kvstore-server listening on "
 _WEIGHTS = ("*.safetensors", "*.bin")
-_MODULE = (sys.executable, "-P", "-m")  # -P: nothing is imported from where the user stands
+_MODULE = (sys.executable, "-P", "-m")  # -P: imports nothing from the working directory
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -69,7 +69,7 @@ def demo(
 
 
 def check_model(folder: Path, prompt_tokens: int) -> None:
-    """Raise InvalidRequestError unless *folder* has a model that takes such a prompt."""
+    """Raise InvalidRequestError unless *folder* has a model that accepts *prompt_tokens*."""
     check_extras(folder)
     try:
         config = json.loads((folder / "config.json").read_text())
@@ -93,9 +93,9 @@ def check_model(folder: Path, prompt_tokens: int) -> None:
 
 
 class ServerChild:
-    """One kvstore-server process on a free port of the loopback; *folder* keeps its disk tier.
+    """One kvstore-server process on a free loopback port; *folder* holds its disk tier.
 
-    May be started again after its end; the disk is then the same and the port another.
+    It may be restarted, with the same disk and another port.
     """
 
     def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
@@ -112,7 +112,7 @@ class ServerChild:
         self.greeting = ""
 
     def start(self) -> None:
-        """Start it and wait until it listens. Raises KVStoreError with its own last words."""
+        """Start it and wait until it listens. Raises KVStoreError with its last log line."""
         with self.log_file.open("a") as log:
             self._process = process = subprocess.Popen(  # noqa: S603 - our own interpreter
                 self._command, stdout=subprocess.PIPE, stderr=log, text=True
@@ -130,7 +130,7 @@ class ServerChild:
         self.address = self.greeting.removeprefix(_GREETING).split()[0]
 
     def kill(self) -> None:
-        """End it as kill -9 does. Nothing that only its memory holds is saved."""
+        """End it by SIGKILL: data only in its memory is lost."""
         if self._process is not None:
             self._process.kill()
             self._process.communicate()
@@ -149,9 +149,9 @@ def _last_words(text: str) -> str:
 
 
 def judge(reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[str, Any]:
-    """Return the figures of the three engine processes; ``problems`` is empty if everything held.
+    """Return the figures of the three engine processes; ``problems`` is empty if all checks passed.
 
-    Times to the first token are medians in milliseconds, the client's connecting included;
+    Times to the first token are medians in milliseconds, including the client's connection;
     ``ttft_ratio`` is with over without the store.
     """
     first, second, restarted = (reports[name] for name in ("first", "second", "restarted"))
@@ -186,7 +186,7 @@ def judge(reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[s
 
 @contextmanager
 def _signals_exit() -> Iterator[None]:
-    """Have the first signal that ends this process raise SystemExit, and further ones wait."""
+    """Raise SystemExit on the first terminating signal, and ignore further ones."""
 
     def leave(number: int, _: object) -> None:
         for one in _SIGNALS:
@@ -207,7 +207,7 @@ def _play(console: Console, scratch: Path, arguments: Sequence[str]) -> dict[str
 
         def run_engine(role: str) -> None:
             command = [*_MODULE, "kvstore.cli.demo.engine", role, server.address, *arguments]
-            # torch leaves files in the folder for temporary ones
+            # torch leaves temporary files
             reports[role] = _engine(console, role, ["env", f"TMPDIR={scratch}", *command])
 
         console.print(f"1. {server.greeting}")

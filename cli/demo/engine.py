@@ -1,7 +1,7 @@
 """One engine process of the demo: ``python -m kvstore.cli.demo.engine ROLE ADDRESS MODEL N``.
 
-Computes in float32, so that the tokens can be compared to the last bit that matters, and
-prints what it saw as one line of JSON: times in milliseconds, medians where there are several.
+Computes in float32, so that tokens are comparable, and prints its report as one line of JSON:
+times in milliseconds, medians of several.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ PROMPT = Path(__file__).with_name("prompt.txt")
 
 
 class DemoEngine:
-    """A model with its prompt; each use of the store opens a client of its own."""
+    """A model with its prompt; each use of the store opens a new client."""
 
     def __init__(self, address: str, folder: str, prompt_tokens: int) -> None:
         self._address = address
@@ -46,11 +46,11 @@ class DemoEngine:
         )
 
     def run(self, role: str) -> dict[str, Any]:
-        """Play *role*: ``first`` computes and stores the prompt; ``second`` loads it and times
-        both ways; ``restarted`` times one load of what the disk kept.
+        """Run *role*: ``first`` computes and stores the prompt; ``second`` loads it and times
+        both ways; ``restarted`` times one load from disk.
         """
         other, cache = self._prompt.flip(1), self._empty()
-        self._first_token(other[:, :-1], cache)  # warm: the model's code for many tokens
+        self._first_token(other[:, :-1], cache)  # warm up the model's code for many tokens
         self._first_token(other[:, -1:], cache)  # and for one
         if role == "first":
             plain = self._model.generate(
@@ -63,7 +63,7 @@ class DemoEngine:
             times = self._time_with()
             return self._generate() | times
         report = self._generate()
-        # In turn, so that noise meets both.
+        # Alternate, so that noise affects both.
         pairs = [(self._time_without(), self._time_with()) for _ in range(REPEATS)]
         without = [ms for ms, _ in pairs]
         with_store = [times["ttft_with_ms"] for _, times in pairs]
@@ -89,7 +89,7 @@ class DemoEngine:
         return 1e3 * (time.perf_counter() - start)
 
     def _time_with(self) -> dict[str, Any]:
-        """Return the times, from before the client connects on, and the tokens hit."""
+        """Return the times, including the client's connection, and the tokens hit."""
         start = time.perf_counter()
         with Client(self._address, self._representation) as client:
             connector = TransformersConnector(client, self._model)
@@ -105,7 +105,7 @@ class DemoEngine:
         return list(map(int, sequences[0, self._prompt.shape[1] :]))
 
     def _generate(self) -> dict[str, Any]:
-        """Generate through the store, leave there durably what it lacks, and report."""
+        """Generate through the store, store new chunks durably, and report."""
         with Client(self._address, self._representation) as client:
             connector = TransformersConnector(client, self._model, durable=True)
             generation = connector.generate(self._prompt, self._settings)

@@ -1,1 +1,1 @@
-"""Reuse of chunks that are not prefixes: their KV moved to new places, some rows computed anew."""
+"""Reuse of non-prefix chunks: their KV is moved to new positions and partly recomputed."""

@@ -1,8 +1,8 @@
-"""What computing and loading take, learned from what they took, and what to do with a plan.
+"""Cost models of computing and loading, fitted to measured times, and decisions on plans.
 
 CacheBlend (arXiv 2405.16444, section 5) raises the ratio until computing takes as long as
-loading. Here a full prefill and the exact prefix alone are choices too, and whatever is not
-expected to be faster by more than the models err is not chosen.
+loading. Here a full prefill and the exact prefix alone are choices, too, and a choice must be
+faster by more than the models' error.
 """
 
 from __future__ import annotations
@@ -26,37 +26,37 @@ from kvstore.proto.errors import InvalidRequestError
 
 SAMPLES_KEPT = 64
 _PRIOR_WEIGHT = 0.02
-"""How firmly the prior stands: as a fraction of one sample, so the first ones replace it."""
+"""The prior's weight, as a fraction of one sample, so that the first samples replace it."""
 LEVEL_SAMPLES = 5
-"""Machines get slower and faster: the last samples say how much against the whole fit."""
+"""The last samples rescale the whole fit, because a machine's speed drifts."""
 ERRORS_KEPT = 16
 _CAUTIOUS_SHARE = 0.8
 _NO_SAMPLES_ERROR = 0.25
 
 FREE_SHARE = 0.02
-"""A plan this much slower than the fastest is as fast: the largest ratio among them wins."""
+"""Plans up to this much slower than the fastest count as equal: the largest ratio wins."""
 MIN_MARGIN = 0.05
-"""What must be gained at least before anything but a full prefill is chosen."""
+"""The least gain over a full prefill for any other choice."""
 RATIO_STEPS = 20
 
 MAX_WAIT_SHARE = 0.5
-"""Of what a full prefill takes: loads are waited for no longer, however long they take."""
+"""The longest wait for loads, as a share of a full prefill."""
 SLACK_SHARE = 0.1
-"""Of the same: however quick they are."""
+"""The wait added to the expected load time, as a share of the same."""
 LOAD_FACTOR = 2.0
-"""What loads may take beyond what they took lately."""
+"""The wait for loads, as a multiple of recent load times."""
 FIRST_WAIT_S = 1.0
-"""Until a full prefill was measured."""
+"""The wait until a full prefill was measured."""
 _FADING = 0.8
-"""What is left of the slowest load, one load later."""
+"""Decay of the slowest load time per load."""
 Action: TypeAlias = Literal["full", "prefix", "blend"]
 
 
 class Work(NamedTuple):
-    """What a pass does in the mean layer: stored tokens placed, rows computed, pairs attended.
+    """A pass's work per layer: stored tokens placed, rows computed, pairs attended.
 
-    A row at the end of n tokens attends n of them; m rows spread over n tokens about
-    m (2 n - m) / 2, of which ``pairs`` is twice as many.
+    A row at the end of n tokens attends to n of them; m rows spread over n tokens to about
+    m (2 n - m) / 2; ``pairs`` is twice that.
     """
 
     passes: float
@@ -66,7 +66,7 @@ class Work(NamedTuple):
 
     @classmethod
     def of(cls, rows: Sequence[float], tokens: int, loaded: int) -> Work:
-        """Return the work of one pass: *rows* of each layer, of a prompt of *tokens*."""
+        """Return the work of one pass with *rows* per layer, over a prompt of *tokens*."""
         count = max(1, len(rows))
         pairs = sum(m * (2 * tokens - m) for m in rows) / count
         return cls(1.0, float(loaded), sum(rows) / count, pairs)
@@ -74,7 +74,7 @@ class Work(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Speed:
-    """Seconds that all layers take: of a pass, a token placed, a row, a pair."""
+    """Seconds in all layers per pass, token placed, row and pair."""
 
     pass_s: float
     loaded_s: float
@@ -88,14 +88,14 @@ class Speed:
             raise InvalidRequestError("speed", astuple(self), fix)
 
     def seconds(self, work: Work) -> float:
-        """Return what *work* takes."""
+        """Return the time of *work*."""
         return math.fsum(a * b for a, b in zip(astuple(self), work, strict=True))
 
 
 class CostMeter:
-    """Learns a Speed from finished work; *prior* stands until then. Any thread may call.
+    """Fits a Speed to measured work; *prior* holds until then. Thread-safe.
 
-    ``error_share``: the relative error that four of five of the last predictions kept to.
+    ``error_share``: the 80th percentile of the last predictions' relative errors.
     """
 
     def __init__(self, prior: Speed) -> None:
@@ -108,15 +108,15 @@ class CostMeter:
 
     @property
     def is_measured(self) -> bool:
-        """Whether any work was observed."""
+        """Whether any work was measured."""
         return bool(self._samples)
 
     def observe(self, work: Work, seconds: float) -> None:
-        """Take note of what *work* took; what is not a positive number says nothing."""
+        """Record the time of *work*; *seconds* that is not a positive number is ignored."""
         if not (math.isfinite(seconds) and seconds > 0):
             return
         with self._lock:
-            if self._samples:  # the prior's error says nothing of the fit's
+            if self._samples:  # the prior's error is not the fit's
                 self._errors.append(abs(self.speed.seconds(work) / seconds - 1))
             self._samples.append((work, seconds))
             if len(self._errors) >= 4:
@@ -126,10 +126,10 @@ class CostMeter:
 
 
 def _fitted(prior: Speed, samples: Sequence[tuple[Work, float]]) -> Speed:
-    """Return the speed with the least relative error, none of its terms negative.
+    """Return the speed with the least relative error and no negative terms.
 
-    Least squares; a term that would be negative is 0 and the others are fitted again. All of it
-    is then as much slower as the last samples were, in the median.
+    Least squares; a term that would be negative is set to 0 and the others are refitted. The
+    result is scaled by the median slowdown of the last samples.
     """
     work = np.array([one for one, _ in samples])
     seconds = np.array([taken for _, taken in samples])
@@ -154,7 +154,7 @@ def _fitted(prior: Speed, samples: Sequence[tuple[Work, float]]) -> Speed:
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What to do, and the seconds expected of it and of a full prefill."""
+    """The chosen action, and the expected seconds of it and of a full prefill."""
 
     action: Action
     ratio: float
@@ -162,16 +162,16 @@ class Decision:
     full_s: float
 
     def applied(self, plan: BlendPlan) -> BlendPlan:
-        """Return *plan* as decided: for ``Blender.blend``."""
+        """Return *plan* as decided, for ``Blender.blend``."""
         if self.action == "blend":
             return plan.with_ratio(self.ratio)
         return plan.without("approx", *(("exact",) if self.action == "full" else ()))
 
 
 class BlendPlanner:
-    """Decides for one engine, and says how long loads are waited for. Any thread may call it.
+    """Chooses an action and the wait for loads, for one engine. Thread-safe.
 
-    *prior*: the engine's speed until something was measured.
+    *prior*: the engine's speed until it was measured.
     """
 
     def __init__(self, n_layers: int, prior: Speed, link: LinkMeter) -> None:
@@ -185,13 +185,13 @@ class BlendPlanner:
     def choose(
         self, plan: BlendPlan, token_bytes: float, *, can_skip_rows: bool = False
     ) -> Decision:
-        """Return the fastest way that is sure to be no slower than computing everything.
+        """Return the fastest action, or a full prefill unless faster than it by a margin.
 
-        The plan's ratio is the smallest that is good enough. Those from it to 1 are weighed; among
-        the ones within FREE_SHARE of the fastest the largest is taken: quality for nothing.
+        The plan's ratio is the smallest acceptable one. Ratios from it to 1 are compared; of those
+        within FREE_SHARE of the fastest the largest is chosen: better quality at no cost.
 
-        *token_bytes*: what a stored token takes on the link, all layers. *can_skip_rows*: the
-        source leaves out what ``narrow`` names. Raises InvalidRequestError.
+        *token_bytes*: a stored token's bytes on the link, all layers. *can_skip_rows*: the source
+        omits the rows in ``narrow``. Raises InvalidRequestError.
         """
         check_selector(plan.selector)
         if not token_bytes > 0:
@@ -221,7 +221,7 @@ class BlendPlanner:
         chosen = miss + plan.chosen_tokens(ratio)
         loaded, rows = float(stored), [chosen] * layers
         measure = measure_of(plan, layers) if ratio > 0 else None
-        if measure == "attention":  # all is loaded for a pass of its own
+        if measure == "attention":  # a separate pass loads everything
             first_s = self._pipelined_s(Work.of([miss], tokens, stored), stored * token_s)
             return first_s + self._compute_s(Work.of(rows, tokens, 0))
         if measure == "deviation":
@@ -231,18 +231,18 @@ class BlendPlanner:
         return self._pipelined_s(Work.of(rows, tokens, stored), loaded * token_s)
 
     def _pipelined_s(self, work: Work, load_s: float) -> float:
-        """Return when the last layer is done of *work* whose loads take *load_s*.
+        """Return the time of *work* whose loads take *load_s*, pipelined by layer.
 
-        The first layer is loaded, the last computed; between them the slower hides the other.
+        The first load and the last compute are exposed; between them the slower hides the other.
         """
         compute_s = self._compute_s(work)
         hidden_s = (self._n_layers - 1) * max(load_s, compute_s)
         return (load_s + hidden_s + compute_s) / self._n_layers
 
     def _compute_s(self, work: Work) -> float:
-        """Return what *work* takes: no less than as many rows of a prefill.
+        """Return the compute time of *work*, at least that of the same rows in a prefill.
 
-        The two are learned apart, and what errs low in one must not look like a gain.
+        The two models are fitted separately: a low error in one must not look like a gain.
         """
         as_prefill = work._replace(loaded=0.0)
         return max(self.full.speed.seconds(as_prefill), self.blend.speed.seconds(work))
@@ -251,11 +251,11 @@ class BlendPlanner:
         return self.full.speed.seconds(Work.of([tokens], tokens, 0))
 
     def observe_full(self, tokens: int, seconds: float) -> None:
-        """Take note of a full prefill."""
+        """Record a full prefill."""
         self.full.observe(Work.of([tokens], tokens, 0), seconds)
 
     def observe_blend(self, plan: BlendPlan, result: BlendResult, loaded_bytes: int) -> None:
-        """Take note of a blend: what it computed, and how fast *loaded_bytes* came."""
+        """Record a blend: its compute time, and the load time of *loaded_bytes*."""
         report, tokens, miss = result.report, len(plan.tokens), plan.count("miss")
         if report.failure:
             return
@@ -267,10 +267,10 @@ class BlendPlanner:
         self.observe_load(loaded_bytes, report.load_s)
 
     def observe_load(self, size_bytes: int, seconds: float) -> None:
-        """Take note of what a plan's loads took, or were waited for in vain.
+        """Record the time of a plan's loads, or of a wait that timed out.
 
-        After the latter the link counts as no faster than that, and the next loads are waited for
-        twice as long, so that a store that became slower is found to be so.
+        A timeout bounds the link's rate and doubles the next wait, so that a store that became
+        slower is measured.
         """
         if size_bytes <= 0:
             return
@@ -280,7 +280,7 @@ class BlendPlanner:
             self._byte_s = max(seconds / size_bytes, faded)
 
     def wait_s(self, tokens: int, size_bytes: int) -> float:
-        """Return how long loads of *size_bytes* are waited for, in all, of a prompt of *tokens*."""
+        """Return the total wait for loads of *size_bytes*, for a prompt of *tokens* tokens."""
         if not self.full.is_measured:
             return FIRST_WAIT_S
         full_s, load_s = self._full_s(tokens), self._byte_s * size_bytes

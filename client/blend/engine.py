@@ -1,7 +1,7 @@
-"""The hook in an engine: stored rows loaded, moved, some computed anew, all of it attended.
+"""Blends prompts in an engine: loads stored rows, moves them and recomputes some of them.
 
-CacheBlend (Yao et al., arXiv 2405.16444) with the exact causal mask: a row at position p reads
-keys up to p, whichever rows are computed.
+CacheBlend (Yao et al., arXiv 2405.16444) with the exact causal mask: a row at position p attends
+to keys up to p, whichever rows are recomputed.
 """
 
 from __future__ import annotations
@@ -41,30 +41,30 @@ from kvstore.proto.errors import DeadlineError, InvalidRequestError, KVStoreErro
 
 LAYER_WAIT_S = 10.0
 PROBE_ROWS = 64
-"""Last rows of the prompt that are measured for what they attend to."""
+"""The prompt's last rows, whose attention is measured."""
 MAX_SINKS = 4
-"""First tokens of a prompt that are computed; models have one sink, a few have up to four."""
+"""Limit of leading tokens computed as sinks; most models have one sink, a few up to four."""
 
 
 class LayerSource(Protocol):
-    """Gives what is stored of a plan's segments. One thread reads all layers, in their order."""
+    """Provides the stored KV of a plan's segments. One thread reads all layers, in order."""
 
     def layer(self, i: int) -> Mapping[int, LayerKV]:
         """Return layer *i* of every ``exact`` and ``approx`` segment, by the segment's index.
 
-        Blocks until it is here, at most to a deadline of its own. May raise any KVStoreError:
-        the prompt is then computed. A segment left out is a layer that is not there.
+        Blocks until it is loaded, at most to its own deadline. May raise any KVStoreError: the
+        prompt is then computed. A missing segment is a layer that is not stored.
         """
 
     def narrow(self, rows: Sequence[int]) -> None:
-        """Take note, before the first layer, that *rows* (positions) are computed in all layers.
+        """Before the first layer, announce that *rows* (positions) are computed in all layers.
 
-        They need not be brought; what stands in their place is never read.
+        They need not be loaded; their contents are never read.
         """
 
 
 class MemorySource:
-    """KV that is at hand. *stored*: layers of K and V, by the segment's index."""
+    """A source in memory. *stored*: layers of K and V, by the segment's index."""
 
     def __init__(self, stored: Mapping[int, Sequence[LayerKV]]) -> None:
         self._stored = stored
@@ -74,15 +74,15 @@ class MemorySource:
         return {index: layers[i] for index, layers in self._stored.items()}
 
     def narrow(self, rows: Sequence[int]) -> None:
-        """Nothing to leave out: it is here."""
+        """Do nothing: all rows are in memory."""
 
 
 class LayerLoader:
-    """Reads *layers* of *source* in a thread of its own, ahead of those that are taken.
+    """Reads *layers* of *source* ahead, in a thread.
 
     *patience_s*: how long ``take`` waits for all of them; for one at most LAYER_WAIT_S.
-    ``load_s`` is what the source took, ``wait_s`` what of it was waited for. A with statement
-    ends the thread; a call of the source that is under way then is left to its own deadline.
+    ``load_s`` is the source's time, ``wait_s`` the part that was waited for. A with statement
+    ends the thread; a source's call in progress is left to its own deadline.
     """
 
     def __init__(self, source: LayerSource, layers: int, patience_s: float) -> None:
@@ -121,14 +121,14 @@ class LayerLoader:
 
 @dataclass(frozen=True, slots=True)
 class BlendReport:
-    """What was done for one prompt.
+    """A report on one prompt.
 
     ``selected``: positions of the ``approx`` rows that were computed through all layers.
-    ``rows``: how many rows each layer computed. If they were measured: ``deviation``, the squared
-    distance of fresh values from stored at CHECK_LAYER, and ``attention``, what each token got of
-    the prompt's own rows, (tokens,) both. ``load_s``: what the source took; ``wait_s``: what of it
-    was waited for. ``refused``: why segments were computed instead, by their index; ``failure``:
-    why the whole prompt was.
+    ``rows``: how many rows each layer computed. If measured: ``deviation``, the squared distance
+    of fresh values from stored at CHECK_LAYER, and ``attention``, each token's from the prompt's
+    own rows, (tokens,) both. ``load_s``: the source's time; ``wait_s``: the part that was waited
+    for. ``refused``: why segments were computed instead, by index; ``failure``: why the whole
+    prompt was.
     """
 
     selected: Tensor
@@ -147,9 +147,9 @@ class BlendResult:
     """Logits of the last segment, (tokens, vocabulary), and K and V of each layer.
 
     K and V: (kv_heads, tokens, head_dim) of the whole prompt. With ``is_blended`` some of it
-    was computed in another context: it may serve this request, and is never to be stored under
-    the prompt's own keys nor kept as a prefix. ``weights`` names those that all of it is of, as an
-    ``Origin`` does; None: they changed meanwhile, and it is not to be stored either.
+    was computed in another context: it may serve this request, but must never be stored under
+    the prompt's own keys or kept as a prefix. ``weights`` names the weights of all of it, as in
+    ``Origin``; None: they changed meanwhile, and it must not be stored either.
     """
 
     logits: Tensor
@@ -162,10 +162,10 @@ class BlendResult:
 class Blender:
     """Blends prompts of one engine. As thread-safe as its adapter is.
 
-    *sinks*: how many first tokens of a prompt its other tokens may use as attention sinks
-    (Xiao et al., arXiv 2309.17453, section 3.1), 0 to 4. They are always computed unless they are
-    exact: a stored chunk has no sink there, and the sink that it may bring from its own prompt is
-    none once it is computed behind other tokens. Raises InvalidRequestError.
+    *sinks*: how many leading tokens of a prompt may be attention sinks of the others (Xiao et
+    al., arXiv 2309.17453, section 3.1), 0 to 4. They are always computed unless exact: a stored
+    chunk has no sink there, and a sink from its own prompt is none after other tokens. Raises
+    InvalidRequestError.
     """
 
     def __init__(self, adapter: EngineAdapter, *, sinks: int = 1) -> None:
@@ -176,11 +176,11 @@ class Blender:
 
     @torch.inference_mode()
     def compile(self, tokens: Sequence[int], *, sink: Sequence[int]) -> list[LayerKV]:
-        """Return K and V of *tokens*, (kv_heads, tokens, head_dim) a layer, computed behind *sink*.
+        """Return K and V of *tokens*, (kv_heads, tokens, head_dim) a layer, computed after *sink*.
 
-        *sink*: the system prompt that they will stand behind, or BOS at least; their ``src_pos``
-        is its length. With none their first token becomes an attention sink, which it is not in
-        any other place: right for the beginning of a prompt only.
+        *sink*: the system prompt that will precede them, or at least BOS; their ``src_pos`` is its
+        length. Without one their first token becomes an attention sink, which is right only at
+        the start of a prompt.
         """
         done = self.prefill((*sink, *tokens))
         first = len(sink)
@@ -190,7 +190,7 @@ class Blender:
     def prefill(
         self, tokens: Sequence[int], *, logits_from: int = 0, watch: Watch | None = None
     ) -> BlendResult:
-        """Compute all of *tokens*. Logits: those of the tokens from *logits_from* on.
+        """Compute all of *tokens*; return the logits of those from *logits_from* on.
 
         Raises InvalidRequestError for a position that is not in the prompt.
         """
@@ -204,9 +204,9 @@ class Blender:
     def decode(
         self, tokens: Sequence[int], result: BlendResult, count: int
     ) -> tuple[list[int], Tensor]:
-        """Return the likeliest *count* tokens, one by one, after *tokens*, whose KV is *result*'s.
+        """Return *count* greedily decoded tokens after *tokens*, whose KV is *result*'s.
 
-        With the logits that they were chosen by: (count, vocabulary).
+        Also returns the logits they were chosen by: (count, vocabulary).
         """
         kv, logits = _padded(result, count), [result.logits[-1:]]
         found = [int(logits[0].argmax())]
@@ -217,15 +217,15 @@ class Blender:
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int], result: BlendResult, follows: Sequence[int]) -> Tensor:
-        """Return the logits that predict *follows* behind *tokens*: (follows, vocabulary).
+        """Return the logits that predict *follows* after *tokens*: (follows, vocabulary).
 
-        Teacher-forced, behind the KV of *result*; the first are *result*'s last.
+        Teacher-forced, on the KV of *result*; the first row is *result*'s last.
         """
         found = self._behind((*tokens, *follows), _padded(result, len(follows)), len(tokens))
         return torch.cat([result.logits[-1:], found[:-1]])
 
     def _behind(self, tokens: Sequence[int], kv: Sequence[LayerKV], first: int) -> Tensor:
-        """Compute *tokens* from *first* on behind *kv*, and into it; return their logits."""
+        """Compute *tokens* from *first* on, extending *kv*; return their logits."""
         count = len(tokens)
         there = [(k[:, :count], v[:, :count]) for k, v in kv]
         work = LayerPass(tokens, torch.arange(first, count), first)
@@ -235,12 +235,12 @@ class Blender:
     def blend(
         self, plan: BlendPlan, source: LayerSource, *, patience_s: float = math.inf
     ) -> BlendResult:
-        """Return the last segment's logits and the prompt's KV, as *plan* says.
+        """Return the last segment's logits and the prompt's KV, by *plan*.
 
-        With a ratio of 1 nothing is loaded and all is computed: the result is the engine's own full
-        prefill, to the bit on one device. Segments of another adapter or rotation are computed, and
-        the whole prompt is when the source fails or *patience_s* were waited for it in all: the
-        report says why. Raises InvalidRequestError for a selector that is not known.
+        With a ratio of 1 nothing is loaded: the result is the engine's own full prefill,
+        bit-identical on one device. Segments of another adapter or rotation are computed; if the
+        source fails or takes longer than *patience_s* in all, the whole prompt is. The report has
+        the reasons. Raises InvalidRequestError for an unknown selector.
         """
         check_selector(plan.selector)
         own, started, failure = self.adapter.origin, time.perf_counter(), ""
@@ -255,7 +255,7 @@ class Blender:
         return self._finished(replace(result, report=report), own, started)
 
     def _finished(self, result: BlendResult, own: Origin, started: float) -> BlendResult:
-        """Return *result*, begun when the engine was *own*, with its time and its weights."""
+        """Return *result*, started with the engine's origin *own*, with its time and weights."""
         report = replace(result.report, total_s=time.perf_counter() - started)
         weights = own.weights if self.adapter.origin == own else None
         return replace(result, report=report, weights=weights)
@@ -300,9 +300,9 @@ class Blender:
     def _probed(
         self, plan: BlendPlan, stored_kv: StoredKV, sinks: Tensor
     ) -> tuple[list[LayerKV], Tensor]:
-        """Compute the prompt's own rows over what is stored.
+        """Compute the prompt's own rows over the stored ones.
 
-        Return K and V, and what each token gets of the last rows' attention: (tokens,).
+        Return K and V, and each token's attention from the last rows: (tokens,).
         """
         rows, end = torch.cat([rows_of(plan, "miss"), sinks]).sort().values, len(plan.tokens)
         first, masses = max(plan.segments[-1].start, end - PROBE_ROWS), list[Tensor]()
@@ -319,7 +319,7 @@ class Blender:
 
 
 def _refused(plan: BlendPlan, own: Origin) -> dict[int, str]:
-    """Return why segments are not of what the engine is now, by their indices."""
+    """Return why segments do not match the engine's current origin, by index."""
     found = {}
     for index, one in enumerate(plan.segments):
         origin = own if one.kind == "miss" or one.origin is None else one.origin
@@ -331,11 +331,11 @@ def _refused(plan: BlendPlan, own: Origin) -> dict[int, str]:
 
 
 def _computed_anyway(plan: BlendPlan) -> set[int]:
-    """Return the segments that are not to be loaded, by their indices.
+    """Return the indices of segments that are not to be loaded.
 
-    Those ``approx`` ones all of whose rows are to be computed; and the ``exact`` ones too when
-    that is all of them: to have every row computed, run the full prefill, and behind a
-    loaded prefix rows are summed in another order (2e-5 of a logit in float32).
+    These are ``approx`` ones with all rows to be computed; and if that is all of them, the
+    ``exact`` ones, too: that is a full prefill, and after a loaded prefix rows are summed in
+    another order (2e-5 of a logit in float32).
     """
     shares = plan.shares()
     whole = {index for index, share in shares.items() if share >= 1}

@@ -1,4 +1,4 @@
-"""Blending under the store's quality gate: what it lets through, what is compared and reported."""
+"""Blending under the store's quality gate: blends if it is open, compares, and reports."""
 
 from __future__ import annotations
 
@@ -23,27 +23,27 @@ from kvstore.proto.blend import ChunkReport, GateView, ReuseReport, ShadowResult
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 SHADOW_TOKENS = 16
-"""Decoded from a full prefill and scored behind the blend: what answers are made of. The question
-is closer to its full prefill than they are, as it is computed, and they read all of the blend."""
+"""Answer tokens decoded from a full prefill and scored on the blend. The question's own logits are
+closer to the full prefill, because it is computed; answer tokens attend to all of the blend."""
 CLEAR_MARGIN = 0.1
-"""Of probability, between a full prefill's two likeliest tokens. Closer ones change places between
-two dtypes of one model, too: which one is first then says nothing of a blend."""
+"""Least difference of probability of a full prefill's two likeliest tokens. Closer ones also swap
+between two dtypes of one model, so their order does not measure a blend."""
 WORST = 1e3
-"""Nats, where logits are no numbers or rule out what the full prefill may choose: a mean that a
-report can hold."""
+"""Nats for logits that are not numbers or exclude a token that the full prefill may choose: keeps
+means finite for reports."""
 _LARGEST_HALF = 65504.0
 _BYTE = 255
 _LATE = ("DeadlineError", "TierUnavailableError")
 _PRIOR, _PRIOR_BYTES_PER_S = Speed(0.0, 0.0, 1e-4, 1e-9), 1e9
-"""Only until something was measured, and nothing is decided by them."""
+"""Placeholders until a measurement; no decision uses them."""
 
 
 @dataclass(frozen=True, slots=True)
 class ShadowEval:
-    """Mean KL(full || blended) a token, in nats, and the share with the same likeliest token.
+    """Mean KL(full || blended) per token, in nats, and the share with the same likeliest token.
 
-    ``agreement`` is that of the ``clear_tokens`` at which the full prefill's two likeliest are
-    CLEAR_MARGIN apart; ``agreement_of_all`` that of all ``tokens``, and where none is clear both.
+    ``agreement`` covers the ``clear_tokens``, at which the full prefill's two likeliest are
+    CLEAR_MARGIN apart, or all tokens if none is clear; ``agreement_of_all`` covers all ``tokens``.
     """
 
     divergence: float
@@ -54,12 +54,12 @@ class ShadowEval:
 
     @property
     def reported(self) -> ShadowResult:
-        """What is reported of it. Raises InvalidRequestError for numbers that cannot be."""
+        """The result to report. Raises InvalidRequestError for invalid numbers."""
         return ShadowResult(self.divergence, self.agreement, self.tokens)
 
 
 def compare(full: Tensor, blended: Tensor) -> ShadowEval:
-    """Return how far *blended* logits are from *full* ones: (tokens, vocabulary) each.
+    """Compare *blended* logits with *full* ones: (tokens, vocabulary) each.
 
     Summed in float64. Raises InvalidRequestError for shapes that differ and for no tokens.
     """
@@ -68,7 +68,7 @@ def compare(full: Tensor, blended: Tensor) -> ShadowEval:
         raise InvalidRequestError("logits", found, "give the same rows of both, at least one")
     wanted, got = (part.double().log_softmax(-1) for part in (full, blended))
     share = wanted.exp()
-    # Tokens that a model masks have a share of 0 and a logarithm of minus infinity in both.
+    # Masked tokens have probability 0 and a logarithm of minus infinity in both.
     parts = torch.where(share == 0, 0.0, share * (wanted - got))
     divergence = parts.sum(-1).nan_to_num(WORST).clamp(max=WORST).mean()
     agrees = (full.argmax(-1) == blended.argmax(-1)) & ~blended.isnan().any(-1)
@@ -85,7 +85,7 @@ def compare(full: Tensor, blended: Tensor) -> ShadowEval:
 
 
 def worse(first: ShadowEval, second: ShadowEval) -> ShadowEval:
-    """Return two comparisons of one blend as one: the larger divergence, and both's tokens."""
+    """Combine two comparisons of one blend: the larger divergence, and the tokens of both."""
     clear, tokens = first.clear_tokens + second.clear_tokens, first.tokens + second.tokens
     agreed = sum(one.agreement * one.clear_tokens for one in (first, second))
     of_all = sum(one.agreement_of_all * one.tokens for one in (first, second))
@@ -95,10 +95,10 @@ def worse(first: ShadowEval, second: ShadowEval) -> ShadowEval:
 
 
 def deviations(full: Sequence[LayerKV], stored: Sequence[LayerKV]) -> Tensor:
-    """Return how far each token's stored values are from *full* ones: (tokens,), float32.
+    """Return the distance of each token's stored values from *full* ones: (tokens,), float32.
 
-    Layers of (kv_heads, tokens, head_dim) each; squared distances, summed over the layers,
-    each in units of its mean squared value.
+    Layers of (kv_heads, tokens, head_dim) each; squared distances, relative to a layer's mean
+    squared value, summed over the layers.
     """
     found = torch.zeros(full[0][1].shape[1], device=full[0][1].device)
     for (_, wanted), (_, got) in zip(full, stored, strict=True):
@@ -110,12 +110,12 @@ def deviations(full: Sequence[LayerKV], stored: Sequence[LayerKV]) -> Tensor:
 
 @dataclass(frozen=True, slots=True)
 class GuardedResult:
-    """What to answer from, and what came of the question.
+    """The result to answer from, and the outcome of the blend.
 
-    ``result`` is the full prefill's where there was one; its logits are those of the plan's last
-    segment, or of what is behind the last range where the store failed. ``gate`` is None when
-    the store did not answer; ``failure`` says why, or why a report was refused. ``decision`` is
-    the planner's; None where nothing was there, or the request is to be compared.
+    ``result`` is the full prefill's if there was one; its logits are those of the plan's last
+    segment, or of the tokens after the last range if the store failed. ``gate`` is None if the
+    store failed; ``failure`` is why, or why a report was refused. ``decision`` is the planner's;
+    None if nothing was stored, or the request is to be compared.
     """
 
     result: BlendResult
@@ -127,10 +127,10 @@ class GuardedResult:
 
 
 class GuardedBlender:
-    """Blends what the gate lets through, compares what it wants compared, and reports.
+    """Blends the requests that the gate admits, compares those it samples, and reports.
 
     *terms* hold the tag, and whether these are trials. *planner* decides whether blending is
-    worth it, and learns from every prompt; None: one of its own. As thread-safe as *blender* is.
+    worth it, and measures every prompt; None: a new one. As thread-safe as *blender* is.
     """
 
     def __init__(
@@ -149,9 +149,9 @@ class GuardedBlender:
         self._selector = selector
 
     def run(self, tokens: Sequence[int], ranges: Sequence[SegmentRange]) -> GuardedResult:
-        """Return the prompt's logits and KV. Never raises for the store: it is computed then.
+        """Return the prompt's logits and KV, computed if the store fails.
 
-        Raises InvalidRequestError for ranges that are not of this prompt.
+        Raises InvalidRequestError for ranges outside this prompt.
         """
         self._client.name_segments(tokens, ranges, self._terms.extra)
         try:
@@ -175,7 +175,7 @@ class GuardedBlender:
             plan = replace(source.plan, selector=self._selector)
             decision = self._decided(plan, source, resolved)
             plan = plan if decision is None else decision.applied(plan)
-            if plan.count("miss") == len(tokens):  # nothing there, or not worth it
+            if plan.count("miss") == len(tokens):  # nothing stored, or not worth it
                 resolved.release()
             result = self._tried(plan, source, resolved)
             answer = GuardedResult(result, plan, gate=resolved.found.gate, decision=decision)
@@ -187,7 +187,7 @@ class GuardedBlender:
                 shadow = self._compared(tokens, full, result)  # None: no memory for it
             answer = replace(answer, result=full or result)
             now = {result.weights, answer.result.weights, self._blender.adapter.origin.weights}
-            if now != {terms.weights}:  # of mixed weights: says nothing
+            if now != {terms.weights}:  # mixed weights: not comparable
                 return answer
             answer = replace(answer, shadow=shadow)
             try:
@@ -200,9 +200,9 @@ class GuardedBlender:
     def _compared(
         self, tokens: Sequence[int], full: BlendResult, result: BlendResult
     ) -> ShadowEval | None:
-        """Compare the question's rows, and what follows it as the full prefill has it.
+        """Compare the question's rows, and the answer that the full prefill decodes.
 
-        None where there is no memory for copies of the KV: the request has its answer.
+        None without memory for copies of the KV: the request still has its result.
         """
         try:
             follows, wanted = self._blender.decode(tokens, full, SHADOW_TOKENS)
@@ -214,10 +214,10 @@ class GuardedBlender:
     def _decided(
         self, plan: BlendPlan, source: StoreSource, resolved: SegmentMatch
     ) -> Decision | None:
-        """Return what to do with *plan*; None: as it says.
+        """Return the decision on *plan*; None: blend it as is.
 
-        What is to be compared is blended, and so is the first prompt after a full prefill was
-        measured: before, nothing is known to compare with, and the prompt is computed.
+        Requests to compare are blended, and so is the first prompt after a full prefill was
+        measured. Until then there is no baseline, and the prompt is computed.
         """
         if resolved.found.is_shadow or plan.count("miss") == len(plan.tokens):
             return None
@@ -229,7 +229,7 @@ class GuardedBlender:
 
     def _tried(self, plan: BlendPlan, source: StoreSource, resolved: SegmentMatch) -> BlendResult:
         within_s = self._planner.wait_s(len(plan.tokens), source.loaded_bytes)
-        # What is answered from a full prefill is to be compared, whatever it takes.
+        # A shadow request is answered from a full prefill, so its blend may take any time.
         patience_s = math.inf if resolved.found.is_shadow else within_s
         result = self._blender.blend(plan, source, patience_s=patience_s)
         if result.report.failure.startswith(_LATE):
@@ -249,22 +249,22 @@ def _report(
     full: BlendResult | None,
     shadow: ShadowEval | None,
 ) -> ReuseReport:
-    """Return the report on one blend; with a *full* prefill deviations are those of all layers.
+    """Return the report on one blend; with a *full* prefill deviations cover all layers.
 
-    Its ratio is the smallest share of a segment that was wanted: it is what the gate is about.
-    Raises InvalidRequestError for a comparison that cannot be.
+    Its ratio is the smallest share requested of a segment: the one that the gate controls.
+    Raises InvalidRequestError for an invalid comparison.
     """
     done = result.report
     layer, found = 0, None
     if full is not None:
-        found = np.full(len(plan.tokens), -1.0, np.float32)  # -1: was not measured
+        found = np.full(len(plan.tokens), -1.0, np.float32)  # -1: not measured
         for index, segment in plan.of_kind("approx"):
             span = slice(segment.start, segment.end)
             wanted = [(k[:, span].cpu(), v[:, span].cpu()) for k, v in full.kv]
             found[span] = deviations(wanted, source.stored(index)).numpy()
         found[sorted(source.left_out)] = -1.0
     elif done.deviation is not None:
-        layer = CHECK_LAYER  # where all approximate rows were still computed
+        layer = CHECK_LAYER  # all approximate rows were computed up to here
         found = done.deviation.cpu().numpy()
     if found is None or not np.isfinite(found).all():
         found = np.empty(0, np.float32)
@@ -289,7 +289,7 @@ def _report(
 
 
 def _levels(attention: Tensor | None) -> bytes:
-    """Return attention as bytes, the highest 255; none where nothing was attended to."""
+    """Return attention as bytes, scaled to a maximum of 255; b"" if there is none."""
     if attention is None or not float(attention.max()) > 0:
         return b""
     scaled = attention.float().cpu() * (_BYTE / float(attention.max()))

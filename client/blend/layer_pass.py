@@ -1,4 +1,4 @@
-"""One pass over an engine's layers, in which some rows are computed and the rest is stored."""
+"""One pass over an engine's layers, with some rows computed and the others stored."""
 
 from __future__ import annotations
 
@@ -19,17 +19,17 @@ from kvstore.proto.types import RopeParameters
 LayerKV: TypeAlias = tuple[Tensor, Tensor]
 """K and V of one layer: (kv_heads, tokens, head_dim) each, in the engine's dtype."""
 StoredKV: TypeAlias = Callable[[int], LayerKV]
-"""K and V of the whole prompt at a layer, with what is stored in its place."""
+"""Returns K and V of the whole prompt at a layer, with stored rows in their places."""
 Watch: TypeAlias = Callable[[int, Tensor, Tensor, LayerKV], None]
-"""Sees each layer before it is attended: its number, Q, the rows of Q, and K and V."""
+"""Called before each layer's attention, with its number, Q, the rows of Q, and K and V."""
 
 
 @dataclass(frozen=True, slots=True)
 class RopeSpec:
-    """How one layer's keys are rotated; channels behind the rotated ones stay as they are.
+    """The rotation of one layer's keys; channels after the rotated ones do not change.
 
-    *frequencies*: float32 numbers, one for each pair of channels (i, i + pairs), in radians a
-    token. *gain*: what rotated keys are longer by. Raises ModelError.
+    *frequencies*: float32 numbers, one per pair of channels (i, i + pairs), in radians per token.
+    *gain*: the scale of rotated keys. Raises ModelError.
     """
 
     frequencies: tuple[float, ...]
@@ -43,10 +43,10 @@ class RopeSpec:
 
     @classmethod
     def of(cls, rope: RopeParameters, head_dim: int) -> RopeSpec | None:
-        """Return the rotation that *rope* names; None for models without one.
+        """Return the rotation that *rope* defines; None for models without one.
 
-        Raises ModelError, with its name, for a rule that is not known: keys of
-        ``dynamic`` and ``longrope`` depend on the length of the prompt they were computed in.
+        Raises ModelError, with its name, for an unsupported rule: keys of ``dynamic`` and
+        ``longrope`` depend on the length of the prompt they were computed in.
         """
         if rope.scaling == "none":
             return None
@@ -58,13 +58,13 @@ class RopeSpec:
 
 
 def rerotate(keys: Tensor, old: Tensor, new: Tensor, rope: RopeSpec) -> Tensor:
-    """Return *keys*, (heads, tokens, head_dim), turned from their *old* positions to *new* ones.
+    """Return *keys*, (heads, tokens, head_dim), rotated from their *old* positions to *new* ones.
 
     Computed in float64 and rounded once to the keys' dtype: within one unit in the last place of
-    the exact turn. Raises ModelError for keys with fewer channels than are rotated.
+    the exact rotation. Raises ModelError for keys with fewer channels than are rotated.
     """
-    # Positions times frequencies are rounded to float32 before they are subtracted: so the turn is
-    # that of the engine's own tables (float64 alone is off by 4e-3 after 900,000 tokens).
+    # Positions times frequencies are rounded to float32 before subtraction, to match the engine's
+    # own tables (float64 alone is off by 4e-3 after 900,000 tokens).
     pairs = len(rope.frequencies)
     if 2 * pairs > keys.shape[-1]:
         found = (2 * pairs, keys.shape[-1])
@@ -89,29 +89,29 @@ class EngineAdapter(Protocol):
     dtype: torch.dtype
     device: torch.device
     rope: Sequence[RopeSpec | None]
-    """A layer each; None for layers whose keys are not rotated."""
+    """One per layer; None for layers whose keys are not rotated."""
     window: Sequence[int | None]
-    """A layer each: how many tokens, itself included, a token reads; None for all."""
+    """One per layer: how many tokens, itself included, a token attends to; None for all."""
 
     @property
     def origin(self) -> Origin:
-        """What KV that is computed now is computed with."""
+        """The origin of KV computed now."""
 
     def embed(self, tokens: Tensor) -> Tensor:
         """Return the hidden states of *tokens*, (rows,): (rows, hidden)."""
 
     def qkv(self, layer: int, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        """Return Q (heads, rows, head_dim), rotated to *positions*, and K and V alike."""
+        """Return Q, K and V, (heads, rows, head_dim), Q and K rotated to *positions*."""
 
     def attend(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
-        """Return what the rows at *positions*, which rise, read of *kv*: (rows, heads * head_dim).
+        """Return the attention output of ascending *positions* on *kv*: (rows, heads * head_dim).
 
-        A row at position p reads keys at positions up to p, and those after p - window. Kernels
-        that align a causal mask of scattered rows to the bottom right let them read the future.
+        A row at position p attends to keys after p - window up to p. Kernels that align a causal
+        mask of scattered rows to the bottom right let them attend to the future.
         """
 
     def attention_mass(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
-        """Return how much attention each key gets of the rows at *positions*: (tokens,).
+        """Return the attention that each key gets from the rows at *positions*: (tokens,).
 
         The mean over the rows of the sum over the heads; float32 or wider.
         """
@@ -124,9 +124,9 @@ class EngineAdapter(Protocol):
 
 
 def reads(positions: Tensor, first_key: int, last_key: int, window: int | None) -> Tensor:
-    """Return which keys of [first_key, last_key) each row reads: bool (rows, keys).
+    """Return which keys of [first_key, last_key) each row attends to: bool (rows, keys).
 
-    Those up to its own position, and after its position less *window*.
+    Those up to its own position, and after its position minus *window*.
     """
     keys = torch.arange(first_key, last_key, device=positions.device)
     mask = keys <= positions[:, None]
@@ -137,12 +137,12 @@ def reads(positions: Tensor, first_key: int, last_key: int, window: int | None) 
 
 @dataclass(slots=True)
 class LayerPass:
-    """What a pass over *tokens* is to do, and what it found.
+    """A pass over *tokens*, and its results.
 
-    *rows*: positions that are computed, rising; at the end those of the last layer.
-    *logits_from*: the first position whose logits are wanted. *choose*: given the *deviation*, the
-    squared distance of fresh values from stored at CHECK_LAYER, (tokens,), returns the rows that
-    are computed on.
+    *rows*: positions that are computed, ascending; at the end those of the last layer.
+    *logits_from*: the first position whose logits are needed. *choose*: given the *deviation*, the
+    squared distance of fresh values from stored at CHECK_LAYER, (tokens,), returns the rows to
+    compute from there on.
     """
 
     tokens: Sequence[int]
@@ -157,8 +157,8 @@ class LayerPass:
     def run(self, adapter: EngineAdapter, stored_kv: StoredKV | None = None) -> Tensor:
         """Compute all layers; return the logits of the rows from ``logits_from`` on.
 
-        *stored_kv* is not called when every row is computed and none is compared: the result is
-        then the engine's own to the bit, as the last layer, too, is computed for all rows.
+        *stored_kv* is not called if every row is computed and none is compared: the result is then
+        bit-identical to the engine's own, because the last layer computes all rows, too.
         """
         self.rows = self.rows.to(adapter.device)
         is_whole = self.choose is None and len(self.rows) == len(self.tokens)
@@ -176,7 +176,7 @@ class LayerPass:
                 self.watch(layer, query, self.rows, self.kv[-1])
             rows = self.rows
             if layer == adapter.n_layers - 1 and not is_whole:
-                # Its KV is written; only these rows are read again.
+                # Its KV is complete; only these rows are needed further.
                 is_wanted = rows >= self.logits_from
                 query, hidden, rows = query[:, is_wanted], hidden[is_wanted], rows[is_wanted]
             if len(rows):
@@ -185,7 +185,7 @@ class LayerPass:
         return adapter.logits(hidden[self.rows >= self.logits_from] if is_whole else hidden)
 
     def _place(self, layer: int, fresh: Sequence[Tensor], placed: LayerKV | None) -> None:
-        """Put *fresh* K and V of the rows among what is stored; at CHECK_LAYER choose the rows."""
+        """Put *fresh* K and V of the rows into the stored KV; at CHECK_LAYER choose the rows."""
         if placed is None:
             self.kv.append((fresh[0].contiguous(), fresh[1].contiguous()))
             return
@@ -202,10 +202,10 @@ class LayerPass:
 def place_segments(
     adapter: EngineAdapter, plan: BlendPlan, layer: int, loaded: Mapping[int, LayerKV]
 ) -> LayerKV:
-    """Return K and V of the prompt at *layer* with what was *loaded* in its place, keys turned.
+    """Return K and V of the prompt at *layer*, with *loaded* segments in place, keys rotated.
 
-    0 where nothing is stored. Raises LayoutMismatchError for what is missing or has another
-    shape or dtype.
+    0 where nothing is stored. Raises LayoutMismatchError for a segment that is missing or has
+    another shape or dtype.
     """
     shape = (adapter.kv_heads, len(plan.tokens), adapter.head_dim)
     keys = torch.zeros(shape, dtype=adapter.dtype, device=adapter.device)

@@ -1,4 +1,4 @@
-"""What is blended: a prompt's segments, how they are named, and the plan made of them."""
+"""A prompt's segments, their names in the store, and the plan made of them."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ Kind: TypeAlias = Literal["exact", "approx", "miss"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """What stored KV was computed with, besides the model: its rotation and its adapter.
+    """How KV was computed, besides the model: its rotation and its adapter.
 
-    ``weights`` names them once they changed in place; they are another origin from then on.
+    ``weights`` names the model's weights once they changed in place.
     """
 
     rope: RopeParameters
@@ -41,12 +41,11 @@ class Origin:
 class Segment:
     """Tokens [start, end) of a prompt and where their KV comes from.
 
-    ``exact``: computed behind the very same tokens; ``approx``: the same tokens in another
-    context; ``miss``: to be computed. ``chunk_id`` is the content digest of the tokens and of
-    ``extra``, such as ids of images; ``src_pos`` is the position of its first token when it was
-    computed. ``ratio`` replaces the plan's for this segment.
-    ``scores``: how much each token gains by being computed anew, as learned from feedback.
-    ``origin`` None: the engine's own. Raises InvalidRequestError.
+    ``exact``: computed after the same prefix; ``approx``: the same tokens in another context;
+    ``miss``: to be computed. ``chunk_id`` is the content digest of the tokens and of ``extra``,
+    such as image ids; ``src_pos`` is the position of its first token when it was computed.
+    ``ratio`` overrides the plan's. ``scores``: each token's gain from recomputation, from
+    feedback. ``origin`` None: the engine's own. Raises InvalidRequestError.
     """
 
     start: int
@@ -78,11 +77,11 @@ class Segment:
 
 @dataclass(frozen=True, slots=True)
 class BlendPlan:
-    """Which chunks land at which positions of *tokens*, and which tokens are computed anew.
+    """The segments of *tokens*, and the share that is recomputed.
 
-    The segments tile the prompt; the last is a ``miss``, because its logits are wanted.
+    The segments tile the prompt; the last is a ``miss``, because its logits are needed.
     *ratio*: the share of the ``approx`` tokens that the *selector* may choose; gaps and suffix
-    are always computed and never charged to it. Raises InvalidRequestError.
+    are always computed and do not count. Raises InvalidRequestError.
     """
 
     tokens: tuple[int, ...]
@@ -123,7 +122,7 @@ class BlendPlan:
         return sum(len(segment) for _, segment in self.of_kind(kind))
 
     def shares(self) -> dict[int, float]:
-        """Return the share of each ``approx`` segment that is computed, by its index."""
+        """Return the share of each ``approx`` segment that is recomputed, by index."""
         found = self.of_kind("approx")
         return {at: self.ratio if one.ratio is None else one.ratio for at, one in found}
 
@@ -140,7 +139,7 @@ class BlendPlan:
         return self.as_miss([at for at, one in enumerate(self.segments) if one.kind in kinds])
 
     def with_ratio(self, ratio: float) -> BlendPlan:
-        """Return the plan with *ratio*, in segments that had less of their own, too."""
+        """Return the plan with *ratio*, also in segments with a lower ratio of their own."""
         segments = (
             one if one.ratio is None else replace(one, ratio=max(one.ratio, ratio))
             for one in self.segments
@@ -158,14 +157,15 @@ def _check_share(field_name: str, value: float) -> None:
         raise InvalidRequestError(field_name, value, "a share is from 0 to 1")
 
 
-# --- segments as the store names them
+# --- names of segments in the store
 
 
 @dataclass(frozen=True, slots=True)
 class SegmentRange:
-    """Tokens *start* to *stop*, the last not included, of a prompt: one document, one message.
+    """Tokens [start, stop) of a prompt: one document or message.
 
-    With ``approximate`` KV of the same tokens behind others will do. Raises InvalidRequestError.
+    With ``approximate``, KV of the same tokens in another context is accepted. Raises
+    InvalidRequestError.
     """
 
     start: int
@@ -180,7 +180,7 @@ class SegmentRange:
 
 @dataclass(frozen=True, slots=True)
 class NamedChunk:
-    """One chunk of a segment: its tokens in the prompt, and the names they have."""
+    """One chunk of a segment: its tokens in the prompt, and its names."""
 
     start: int
     stop: int
@@ -190,13 +190,13 @@ class NamedChunk:
 
     @property
     def tokens(self) -> int:
-        """How many it has."""
+        """Its number of tokens."""
         return self.stop - self.start
 
 
 @dataclass(frozen=True, slots=True)
 class NamedSegment:
-    """A stretch of a prompt, cut and named. What is left over at its end is in no chunk."""
+    """A range of a prompt, cut into named chunks. A remainder at its end is in no chunk."""
 
     start: int
     stop: int
@@ -210,11 +210,11 @@ def name_segments(
     chunk_tokens: int = DEFAULT_CHUNK_TOKENS,
     extra: Sequence[bytes] = (),
 ) -> list[NamedSegment]:
-    """Cut a prompt into segments and these into chunks; what lies between *ranges* is one, too.
+    """Cut a prompt into segments, *ranges* and the gaps between them, and these into chunks.
 
-    Chunks begin anew at the start of each segment, so that the same document is always cut alike.
-    A last one below 16 tokens joins the one before it, or is no chunk where that has no room or
-    there is none; chain digests go on over it. *extra* enters the first chain digest, and every
+    Each segment starts a new chunk, so that the same document is always cut alike. A last piece
+    below 16 tokens joins the chunk before it, or is in no chunk if that would be too large or
+    there is none; chain digests still cover it. *extra* enters the first chain digest, and every
     content digest. Raises InvalidRequestError for ranges that are not in order or past the end.
     """
     check_chunk_tokens(chunk_tokens)
@@ -236,7 +236,7 @@ def name_segments(
 
 
 def _tiles(count: int, ranges: Sequence[SegmentRange]) -> list[SegmentRange]:
-    """Return *ranges* with those between them, over the whole prompt."""
+    """Return *ranges* and the gaps between them, over the whole prompt."""
     tiles, at = list[SegmentRange](), 0
     for one in ranges:
         if one.start < at or one.stop > count:

@@ -1,7 +1,7 @@
-"""Which rows are computed anew: the selectors by name, and how rows are picked.
+"""Selectors of the rows to recompute, by name.
 
-A selector chooses rows of ``approx`` segments, as positions in the prompt that rise. Some use
-what a pass measured of each token, (tokens,); without it they take the first rows.
+A selector returns rows of ``approx`` segments as ascending positions in the prompt. Some use a
+measurement of each token by a pass, (tokens,); without it they select the first rows.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kvstore.client.blend.plan import BlendPlan
 from kvstore.proto.errors import InvalidRequestError
 
 CHECK_LAYER = 1
-"""Where fresh values are compared with stored ones: layer 0 cannot deviate."""
+"""The layer where fresh values are compared with stored ones: layer 0 cannot deviate."""
 _FLOOR = 0.05
-"""What a row without any deviation so far still counts in ``hybrid``: scores age."""
+"""The weight in ``hybrid`` of a row without deviation so far: scores age."""
 _CHOSEN = 2.0
-"""More than any score: of rows that the first half of ``hybrid`` has."""
+"""More than any score: marks rows of the first half of ``hybrid``."""
 Measure: TypeAlias = Literal["deviation", "attention"]
 
 
 def first_k(plan: BlendPlan, measured: Tensor | None) -> Tensor:
     """Return the first ``ratio`` of each segment (LegoLink: EPIC, arXiv 2410.15332, section 4).
 
-    A chunk prefilled alone has an attention sink of its own at its beginning, which it loses
-    behind other tokens. LegoLink computes a fixed k of at most 32; here k follows the ratio.
+    A chunk prefilled alone has its own attention sink at its start, which it loses after other
+    tokens. LegoLink recomputes a fixed k of at most 32; here k follows the ratio.
     """
     del measured
     shares = plan.shares()
@@ -40,21 +40,21 @@ def first_k(plan: BlendPlan, measured: Tensor | None) -> Tensor:
 
 
 def stored_priority(plan: BlendPlan, measured: Tensor | None) -> Tensor:
-    """Return the rows with the highest stored scores; the first ones while there are none.
+    """Return the rows with the highest stored scores; the first ones if there are none.
 
-    Scores come from feedback (deviations and attention of requests that were computed in full),
-    so no layer is computed to find the rows, and what is computed anew need not be transferred.
+    Scores come from feedback (deviations and attention of requests computed in full), so no layer
+    is computed to find the rows, and recomputed rows need not be transferred.
     """
     scores = _stored_scores(plan)
     return first_k(plan, measured) if scores is None else pick_share(plan, scores)
 
 
 def most_measured(plan: BlendPlan, measured: Tensor | None) -> Tensor:
-    """Return the rows of which most was measured.
+    """Return the rows with the highest measurement.
 
-    Attention (``query_attention``, ProphetKV's idea, arXiv 2602.02579): what the prompt's own
-    tokens look at. A first pass computes the gaps and the suffix alone, over all stored rows as
-    they are, and sums what its last tokens attend to.
+    Attention (``query_attention``, ProphetKV's idea, arXiv 2602.02579): attention from the
+    prompt's own tokens. A first pass computes only the gaps and the suffix, over all stored rows
+    unchanged, and sums the attention of its last tokens.
 
     Deviation (``hkvd``, CacheBlend, arXiv 2405.16444, section 4.3): the squared difference between
     fresh and stored values at the check layer. Departure: gaps and suffix do not compete.
@@ -65,8 +65,8 @@ def most_measured(plan: BlendPlan, measured: Tensor | None) -> Tensor:
 def hybrid(plan: BlendPlan, measured: Tensor | None) -> Tensor:
     """Return half of the rows by attention times the stored scores, half by the scores alone.
 
-    Attention says what this prompt's own tokens read, but answers read on. The scores say which
-    rows are wrong without their old context, whatever is asked.
+    Attention shows which rows this prompt's own tokens read, but answers read others. The scores
+    show which rows are wrong without their old context, for any question.
     """
     scores = _stored_scores(plan)
     if measured is None or scores is None:
@@ -92,19 +92,19 @@ _MEASURES: dict[str, Measure] = {
 
 
 def check_selector(name: str) -> None:
-    """Raise InvalidRequestError unless there is a selector called *name*."""
+    """Raise InvalidRequestError unless *name* is a selector."""
     if name not in SELECTORS:
         raise InvalidRequestError("selector", name, f"use one of {', '.join(SELECTORS)}")
 
 
 def measure_of(plan: BlendPlan, n_layers: int) -> Measure | None:
-    """Return what the plan's selector needs measured; None: its rows are known beforehand."""
+    """Return the measurement the plan's selector needs; None: it needs none."""
     found = _MEASURES.get(plan.selector)
     return None if found == "deviation" and n_layers <= CHECK_LAYER else found
 
 
 def chooses_any(plan: BlendPlan) -> bool:
-    """Return whether a selector is to choose any ``approx`` row."""
+    """Return whether the plan has a selector choose any ``approx`` rows."""
     return any(share > 0 for share in plan.shares().values())
 
 
@@ -113,7 +113,7 @@ def computed_rows(plan: BlendPlan, sinks: Tensor, measured: Tensor | None) -> Te
     rows = [rows_of(plan, "miss"), sinks]
     if chooses_any(plan):
         is_deviation = _MEASURES.get(plan.selector) == "deviation"
-        if measured is not None and is_deviation:  # sinks are computed anyway: not by the ratio
+        if measured is not None and is_deviation:  # sinks are always computed, outside the ratio
             measured = measured.index_fill(0, sinks.to(measured.device), -1.0)
         rows.append(SELECTORS[plan.selector](plan, measured).cpu())
     found: Tensor = torch.cat(rows).unique()
@@ -121,10 +121,10 @@ def computed_rows(plan: BlendPlan, sinks: Tensor, measured: Tensor | None) -> Te
 
 
 def sink_rows(plan: BlendPlan, count: int) -> Tensor:
-    """Return the ``approx`` rows that are computed whatever a selector chooses: (rows,).
+    """Return the ``approx`` rows that are always computed, as attention sinks: (rows,).
 
-    The first *count* of the prompt. Where a selector is to choose any, also those that were the
-    first *count* of their own prompt: they carry its sink, which is none here.
+    The first *count* of the prompt. If a selector chooses any, also those that were the first
+    *count* of their own prompt: they carry its sink, which does not belong here.
     """
     found, is_moved = [], chooses_any(plan)
     for _, segment in plan.of_kind("approx"):
@@ -136,10 +136,10 @@ def sink_rows(plan: BlendPlan, count: int) -> Tensor:
 
 
 def pick_share(plan: BlendPlan, score: Tensor, of_ratio: float = 1.0) -> Tensor:
-    """Return the plan's ratio of the ``approx`` tokens that is best by *score*, (tokens,).
+    """Return the plan's ratio of ``approx`` tokens with the highest *score*, (tokens,).
 
-    Segments with a ratio of their own keep to it; the others share theirs. Ties go to the
-    lower position. On the device of *score*. *of_ratio*: the share of all ratios that is picked.
+    Segments with a ratio of their own are ranked alone; the others together. Ties go to the lower
+    position. On the device of *score*. *of_ratio* scales all ratios.
     """
     groups: list[tuple[float, list[tuple[int, int]]]] = [(plan.ratio, [])]
     for _, one in plan.of_kind("approx"):
@@ -157,14 +157,14 @@ def pick_share(plan: BlendPlan, score: Tensor, of_ratio: float = 1.0) -> Tensor:
 
 
 def rows_of(plan: BlendPlan, *kinds: str) -> Tensor:
-    """Return the positions of the tokens of *kinds*, rising: (rows,), int64."""
+    """Return the positions of tokens of *kinds*, ascending: (rows,), int64."""
     return _ranges((s.start, s.end) for s in plan.segments if s.kind in kinds)
 
 
 def _stored_scores(plan: BlendPlan) -> Tensor | None:
-    """Return the scores that came with the plan, (tokens,), each segment's from 0 to 1.
+    """Return the plan's stored scores, (tokens,), scaled to 0 to 1 in each segment.
 
-    None when a segment has none; equal scores say nothing and count as 1.
+    None if a segment has none; equal scores count as 1.
     """
     scores = torch.zeros(len(plan.tokens))
     for _, segment in plan.of_kind("approx"):

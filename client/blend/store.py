@@ -1,4 +1,4 @@
-"""KV between a blend and the store: a plan and its layers out of a SegmentMatch, and in."""
+"""Blending's access to the store: plans and layers from a SegmentMatch, and stores of prefills."""
 
 from __future__ import annotations
 
@@ -24,22 +24,22 @@ from kvstore.proto.row_mask import SkippedRows
 from kvstore.proto.types import LayerKind, Model
 
 SAMPLED_ROWS = 8
-"""Of a chunk, spread over it: how many are measured for what they attend to."""
+"""Rows of a chunk, evenly spaced, whose attention is measured."""
 SAMPLED_LAYERS = 8
-"""Of a model, spread over it; fewer of a model with fewer."""
+"""Limit of layers measured, evenly spaced."""
 MAX_CONTEXT = 16
-"""Chunks before one that are reported, the nearest; no server takes more."""
+"""The nearest preceding chunks that are reported; a server accepts no more."""
 _HIGHEST_PRIORITY = 255
 
 
 class StoreSource:
-    """A LayerSource over the answer to a Resolve, and the ``plan`` that it is the source of.
+    """A LayerSource over the reply to a Resolve, and its ``plan``.
 
-    *tokens* are the prompt's. Consecutive chunks that stood behind one another in their own
-    prompt, too, are one segment. The prompt's last chunk is always computed, as its logits are
-    wanted. Leave the ``with`` to end the loads; *resolved* is its owner's to release.
+    *tokens* are the prompt's. Chunks that are consecutive here and in their own prompt form one
+    segment. The prompt's last chunk is always computed, because its logits are needed. Leaving
+    the ``with`` ends the loads; the owner of *resolved* releases it.
 
-    Raises ModelError for models with anything but one attention layer a number.
+    Raises ModelError for models with anything but one group of attention layers.
     """
 
     def __init__(self, resolved: SegmentMatch, tokens: Sequence[int], model: Model) -> None:
@@ -55,14 +55,14 @@ class StoreSource:
         origin = Origin(resolved.found.rope, model.adapter_digest, resolved.terms.weights)
         self.plan, self._chunks = _planned(tokens, resolved, origin)
         self.left_out: frozenset[int] = frozenset()
-        """Positions that are not loaded: what ``stored`` has there is nothing."""
+        """Positions that are not loaded: ``stored`` is undefined there."""
         self._tensors: dict[int, list[LayerKV]] = {}
         self._layers: Generator[Layer, None, None] | None = None
         self._is_closed = False
 
     @property
     def loaded_bytes(self) -> int:
-        """What the segments of the plan take in the store, but for rows that were left out."""
+        """The stored bytes of the plan's segments, without rows that were left out."""
         return sum(
             one.best.size_bytes * (one.asked.tokens - len(self._unwanted(one))) // one.asked.tokens
             for one in self.chunks()
@@ -70,15 +70,15 @@ class StoreSource:
 
     @property
     def token_bytes(self) -> float:
-        """What a token of the plan's segments takes in the store, all layers; 0 without one."""
+        """The stored bytes per token of the plan's segments, all layers; 0 without segments."""
         tokens = sum(chunk.asked.tokens for chunk in self.chunks())
         return sum(chunk.best.size_bytes for chunk in self.chunks()) / max(1, tokens)
 
     @property
     def can_skip_rows(self) -> bool:
-        """Whether rows that ``narrow`` names are left out: of raw frames, and if none is compared.
+        """Whether rows passed to ``narrow`` are left out: for raw frames, if none is compared.
 
-        Frames of a codec are smaller than their KV, and come whole.
+        Frames of a codec are smaller than their KV, and are loaded whole.
         """
         raw = 2 * len(self._layer_ids) * self._heads * self._head_dim * self._dtype.itemsize
         return not self._resolved.found.is_shadow and self.token_bytes >= raw
@@ -88,14 +88,14 @@ class StoreSource:
         return (chunk for chunks in self._chunks.values() for chunk in chunks)
 
     def stored(self, index: int) -> Sequence[LayerKV]:
-        """Return all layers of a segment of the plan as they were stored; to be read to the end."""
+        """Return all layers of a segment as stored, valid once every layer has been read."""
         return self._tensors[index]
 
     def layer(self, i: int) -> Mapping[int, LayerKV]:
-        """Return layer *i* of every segment that has all its chunks: on the CPU.
+        """Return layer *i* of every segment that has all its chunks, on the CPU.
 
-        Waits for it, at most to the deadline of the client's calls. Layers are read in their order,
-        each once. Raises KVStoreErrors.
+        Waits for it, at most to the client's deadline. Layers are read in order, each once. Raises
+        KVStoreErrors.
         """
         if self._is_closed or not self._chunks:
             return {}
@@ -104,7 +104,7 @@ class StoreSource:
                 self._layers = self._begun()
             layer = next(self._layers, None)
         finally:
-            if self._is_closed:  # meanwhile: close() did not wait for this
+            if self._is_closed:  # close() did not wait for this call
                 self.close()
         if layer is None or layer.id != self._layer_ids[i]:
             return {}
@@ -133,22 +133,22 @@ class StoreSource:
         return self._resolved.layers(chunks, out, skipped if len(skipped) else None)
 
     def _unwanted(self, chunk: FoundChunk) -> list[int]:
-        """Return the rows of a chunk, from its first on, that are left out."""
+        """Return the rows of a chunk that are left out, relative to its first."""
         if chunk.is_exact or not self.left_out:
             return []
         start, stop = chunk.asked.start, chunk.asked.stop
         return [at - start for at in range(start, stop) if at in self.left_out]
 
     def narrow(self, rows: Sequence[int]) -> None:
-        """Leave *rows* out; all are measured of a request that is compared with a full prefill."""
+        """Leave *rows* out, unless the request is compared with a full prefill: it needs all."""
         if not self._resolved.found.is_shadow:
             self.left_out = frozenset(rows)
 
     def close(self) -> None:
-        """End the loads. Idempotent; the thread that waits for a layer meanwhile ends them then."""
+        """End the loads. Idempotent. A thread waiting for a layer ends them when it returns."""
         self._is_closed = True
         if self._layers is not None:
-            with suppress(ValueError):  # what a generator says that is running
+            with suppress(ValueError):  # raised by a running generator
                 self._layers.close()
 
     def __enter__(self) -> StoreSource:
@@ -161,7 +161,7 @@ class StoreSource:
 def _planned(
     tokens: Sequence[int], resolved: SegmentMatch, origin: Origin
 ) -> tuple[BlendPlan, dict[int, list[FoundChunk]]]:
-    """Return the plan, and the chunks of its stored segments by their indices."""
+    """Return the plan, and the chunks of its stored segments by index."""
     runs: list[list[FoundChunk]] = []
     for one in resolved.chunks():
         if one.asked.stop >= len(tokens):
@@ -183,7 +183,7 @@ def _planned(
                 first.asked.start,
                 stop,
                 "exact" if first.is_exact else "approx",
-                # The digest of one chunk is checked against the tokens; a run's frames are, each.
+                # A single chunk's digest is checked against the tokens; in a run each frame is.
                 chunk_id=first.asked.content if len(run) == 1 else b"",
                 src_pos=first.best.position,
                 ratio=first.ratio if first.ratio > ratio else None,
@@ -198,7 +198,7 @@ def _planned(
 
 
 def _continues(last: FoundChunk, one: FoundChunk) -> bool:
-    """Whether *one* follows *last* here and followed it where both were computed."""
+    """Return whether *one* follows *last* here and where both were computed."""
     return (
         last.asked.stop == one.asked.start
         and last.best.digest == one.best.parent
@@ -218,12 +218,11 @@ def store_prefill(
 ) -> list[Put]:
     """Put a full prefill's KV, cut so that its documents, *ranges*, are found in other prompts.
 
-    Return what became of each chunk. *attention*, of ``measured_prefill``, is reported to the
-    store once they are there; how little they depend on others is what they are chosen and kept by.
+    Return each chunk's outcome. *attention*, from ``measured_prefill``, is reported to the store
+    afterwards; chunks are selected and kept by how little they depend on others.
 
-    Raises InvalidRequestError for KV that was blended: what was computed behind another prompt
-    is never stored under this one's names. Of KV whose weights changed meanwhile nothing is
-    stored. Raises KVStoreErrors.
+    Raises InvalidRequestError for blended KV: KV computed in another prompt is never stored under
+    this one's names. Stores nothing if the weights changed meanwhile. Raises KVStoreErrors.
     """
     if result.is_blended:
         fix = "it was blended, and serves its own request only; store a full prefill's"
@@ -241,7 +240,7 @@ def store_prefill(
             chunks.append(chunk)
     puts = client.put_chunks(chunks)
     if attention is not None and attention.chunks:
-        with suppress(KVStoreError):  # they are stored all the same; it ranks them without
+        with suppress(KVStoreError):  # they are stored, but ranked without it
             client.report_reuse(attention)
     return puts
 
@@ -252,12 +251,12 @@ def measured_prefill(
     chunks: Sequence[NamedChunk],
     rows: int = SAMPLED_ROWS,
 ) -> tuple[BlendResult, ReuseReport]:
-    """Compute all of *tokens*; return it, and what each of its *chunks* attended to.
+    """Compute all of *tokens*; return the result, and the attention of each of its *chunks*.
 
     Cache-Craft's context impact (Agarwal et al., SIGMOD 2025, arXiv 2502.15734, equations 3 and
     4): attention between a chunk and those before it, and within it, weights summed over its
-    tokens, mean over heads and layers. Measured of at most *rows* of each chunk and a few layers,
-    which is a small part of the prefill. Chunks whose weights are no numbers are left out.
+    tokens, mean over heads and layers. Measured on at most *rows* rows of each chunk and a few
+    layers, a small part of the prefill. Chunks with weights that are not numbers are omitted.
     """
     sampled = [_spread(one.start, one.stop, rows).to(adapter.device) for one in chunks]
     layers = _spread(0, adapter.n_layers, SAMPLED_LAYERS).tolist()
@@ -267,7 +266,7 @@ def measured_prefill(
     def watch(layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> None:
         nonlocal heads
         if layer in layers:
-            for total, places in zip(sums, sampled, strict=True):  # a row's place is its position
+            for total, places in zip(sums, sampled, strict=True):  # a row's index is its position
                 mass = adapter.attention_mass(layer, query[:, places], positions[places], kv)
                 total += mass.double().cpu()
             heads += len(query)
@@ -280,7 +279,7 @@ def measured_prefill(
         *masses, own = (float(share[c.start : c.stop].sum()) for c in (*before, one))
         if not all(0 <= mass < math.inf for mass in (*masses, own)):
             continue
-        context: dict[bytes, tuple[int, float]] = {}  # each content once, where it stands last
+        context: dict[bytes, tuple[int, float]] = {}  # each content once, at its last place
         for other, mass in zip(before, masses, strict=True):
             _, known = context.pop(other.content, (0, 0.0))
             context[other.content] = (other.tokens, mass + known)
@@ -290,7 +289,7 @@ def measured_prefill(
 
 
 def _spread(start: int, stop: int, count: int) -> Tensor:
-    """Return at most *count* numbers from *start* to below *stop*, spread over them."""
+    """Return at most *count* evenly spaced numbers in [start, stop)."""
     if stop - start <= count:
         return torch.arange(start, stop)
     steps = (torch.arange(count) + 0.5) * ((stop - start) / count)

@@ -1,4 +1,4 @@
-"""The RPCs of administration: keep and forget, look at chunks, quotas, state, and why."""
+"""Administrative RPCs: pins and deletion, chunk listings, quotas, status, explanations."""
 
 from __future__ import annotations
 
@@ -29,14 +29,14 @@ from kvstore.server.store.scrub import EVERY_TENANT, clear, keys_of_tenant
 from kvstore.server.telemetry.request_trace import RequestLog, check_local
 
 CLEAR_DEADLINE_MS = 60_000
-"""Of a request that names none."""
+"""Default deadline."""
 MAX_PIN_TTL_MS = 24 * 3600 * 1000
 LIST_PAGE_CHUNKS = 256
 MAX_RANKED = 16
-"""Chunks whose turn one Stat returns: it goes through the tiers' victims."""
+"""Limit of chunks with eviction ranks per Stat, which scans the tiers' victims."""
 MAX_SCRUB_BYTES_PER_S = 1 << 40
 LIST_BYTES = 1 << 18
-"""Of an explanation, for each list but that of chunks: what is further down is left out."""
+"""Size limit of each list in a reply; further entries are left out."""
 _LIMITS = ("chunks", "requests_per_s", "leases")
 _QUOTA_FIELDS = {
     "limit_bytes": "quota_bytes",
@@ -48,7 +48,7 @@ M = TypeVar("M", bound=Message)
 
 
 class AdminCalls:
-    """Answers the RPCs of administration. Thread-safe."""
+    """Answers administrative RPCs. Thread-safe."""
 
     def __init__(self, backend: Backend, explainer: Explainer, requests: RequestLog) -> None:
         self._backend = backend
@@ -62,7 +62,7 @@ class AdminCalls:
         self._explainer = explainer
         self._requests = requests
 
-    # --- keeping and forgetting
+    # --- pins and deletion
 
     def Pin(self, request: pb.PinRequest, session: Session) -> pb.PinResponse:
         """Keep chunks from eviction for a time."""
@@ -78,7 +78,7 @@ class AdminCalls:
         return pb.UnpinResponse(unpinned=self._catalog.unpin(keys))
 
     def Clear(self, request: pb.ClearRequest, caller: Principal) -> pb.ClearResponse:
-        """Forget what nobody reads: of a session's namespace, of a tenant, or everything."""
+        """Delete chunks without holds: of a session's namespace, of a tenant, or all."""
         slots = self._store.moves.tiers.slots
         require(request.tier in (*slots, ""), "tier", request.tier, f"use one of {sorted(slots)}")
         deadline = self._checks.deadline(request.deadline_ms or CLEAR_DEADLINE_MS)
@@ -94,7 +94,7 @@ class AdminCalls:
         return pb.ClearResponse(**done._asdict())
 
     def Delete(self, request: pb.DeleteRequest, session: Session) -> pb.DeleteResponse:
-        """Delete chunks; with ``if_damaged`` those alone whose bytes are."""
+        """Delete chunks; with ``if_damaged`` only damaged copies."""
         keys = self._checks.keys(session, request.digests)
         deleted = leased = 0
         if not request.if_damaged:
@@ -106,7 +106,7 @@ class AdminCalls:
     # --- chunks and namespaces
 
     def Stat(self, request: pb.StatRequest, session: Session) -> pb.StatResponse:
-        """Return what is known of chunks."""
+        """Return the details of chunks."""
         keys = self._checks.keys(session, request.digests)
         if request.ranks and len(keys) > MAX_RANKED:
             raise InvalidRequestError("digests", len(keys), f"at most {MAX_RANKED} with ranks")
@@ -121,7 +121,7 @@ class AdminCalls:
         return pb.StatResponse(chunks=chunks)
 
     def List(self, request: pb.ListRequest, session: Session) -> Iterator[pb.ListResponse]:
-        """Yield the chunks of a session's namespace, in the order of their digests."""
+        """Yield the chunks of a session's namespace, in order of digest."""
         for name, digest in (("after", request.after), ("prefix", request.prefix)):
             fix = f"at most {DIGEST_BYTES} bytes"
             require(len(digest) <= DIGEST_BYTES, name, digest.hex(), fix)
@@ -132,7 +132,7 @@ class AdminCalls:
             yield pb.ListResponse(chunks=map(_chunk_stat, page))
 
     def Spaces(self, request: pb.SpacesRequest, caller: Principal) -> pb.SpacesResponse:
-        """Return the namespaces that sessions of a tenant had; of others' to admins alone."""
+        """Return the namespaces of a tenant's sessions; of other tenants to admins only."""
         tenant = request.tenant or caller.tenant
         if tenant.startswith(POOL_PREFIX):
             tenant, _ = access_to(self._backend.pools, caller, tenant)
@@ -149,7 +149,7 @@ class AdminCalls:
     # --- quotas
 
     def Quota(self, request: pb.QuotaRequest, caller: Principal) -> pb.QuotaResponse:
-        """Return what a tenant takes and may take; of other tenants to admins alone."""
+        """Return a tenant's use and quotas; of other tenants to admins only."""
         tenant = request.tenant or caller.tenant
         if tenant != caller.tenant and "admin" not in caller.roles:
             raise PermissionDeniedError(f"tenant={tenant[:160]!r}: not {caller.name}'s")
@@ -159,7 +159,7 @@ class AdminCalls:
         return pb.QuotaResponse(tenants=map(self._quota_of, tenants))
 
     def SetQuota(self, request: pb.SetQuotaRequest, caller: Principal) -> pb.QuotaResponse:
-        """Change what a tenant may take, until the restart; all of the request, or nothing."""
+        """Change a tenant's quotas until the restart: all of the request, or nothing."""
         tenant = check_tenant(request.tenant)
         given = {name: getattr(request, name) for name in _LIMITS if request.HasField(name)}
         limits = replace(self._limits.of(tenant), **given)
@@ -195,7 +195,7 @@ class AdminCalls:
     # --- the server
 
     def Status(self, request: pb.StatusRequest, caller: Principal) -> pb.StatusResponse:
-        """Report the server's state; how much of it is used, and by whom, to admins alone."""
+        """Return the server's state; usage, sessions and counters to admins only."""
         backend, catalog = self._backend, self._catalog
         reply = pb.StatusResponse(
             version=backend.identity.version,
@@ -237,7 +237,7 @@ class AdminCalls:
         )
 
     def Scrub(self, request: pb.ScrubRequest, caller: Principal) -> pb.ScrubResponse:
-        """Begin a pass if requested, and report how far the one that runs is."""
+        """Begin a pass if requested, and return the progress."""
         if self._scrub is None:
             raise InvalidRequestError("method", "Scrub", "this server does not scrub")
         rate, most = request.bytes_per_s, MAX_SCRUB_BYTES_PER_S
@@ -248,13 +248,13 @@ class AdminCalls:
         return as_message(pb.ScrubResponse, report, begun=begun, running=report.is_running)
 
     def Drain(self, request: pb.DrainRequest, caller: Principal) -> pb.DrainResponse:
-        """Take no more sessions, and write what waits. Return whether all was written."""
+        """Refuse new sessions and puts, and save chunks. Return whether all were saved."""
         self._sessions.drain()
         clean = self._store.drain(self._checks.deadline(request.deadline_ms))
         return pb.DrainResponse(clean=clean)
 
     def Trace(self, request: pb.TraceRequest, context: Context) -> pb.TraceResponse:
-        """Return the lookups of a recording that nobody read yet."""
+        """Return the lookups of a recording after those already read."""
         check_local(context.peer())
         page = self._requests.read(request.recording, request.after)
         records = [
@@ -367,7 +367,7 @@ def _chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
 
 
 def _fill(field: MutableSequence[M], found: Iterable[M], room_bytes: int) -> int:
-    """Add *found* to *field* as far as *room_bytes* go. Return how many are left out."""
+    """Add *found* to *field* within *room_bytes*. Return how many are left out."""
     left = 0
     for message in found:
         room_bytes -= message.ByteSize()

@@ -1,4 +1,4 @@
-"""A GetStream: one get, answered by bytes, and by places where its reader on the host reads."""
+"""GetStream: one get, answered by bytes, or by places that a reader on this host reads itself."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ REACH: dict[int, frozenset[Reach]] = {
     pb.VIA_SHARED_MEMORY: IN_MEMORY | {Reach.file},
     pb.VIA_DEVICE: IN_MEMORY | {Reach.device, Reach.file},
 }
-"""Where a reader of each kind can read in place; one that is sent bytes, nowhere."""
+"""Where a reader of each kind can read in place; VIA_STREAM receives bytes."""
 MAX_READ_PEERS = 64
-"""Other servers that one get is let read from; more of those that it names are passed over."""
+"""Peers that one get may read from; further ones in the request are ignored."""
 
 Places: TypeAlias = tuple[int, pb.Places]
-"""The first chunk, by its number in the request, and where it and those behind it lie."""
+"""The number of the first chunk in the request, and the places of it and those after it."""
 
 
 @dataclass(slots=True)
 class GetStream:
-    """What *request* of *session* is for, by *deadline*, to a reader with *reach*."""
+    """The answer to *request* of *session*, by *deadline*, for a reader with *reach*."""
 
     store: Store
     checks: Checks
@@ -45,7 +45,7 @@ class GetStream:
     reach: frozenset[Reach] = NO_REACH
     lease_id: int = 0
     _is_held: bool = False
-    """A lease of its own outlives it: there are places that need one."""
+    """Its own lease outlives it, because places in the answer need one."""
 
     def messages(self) -> Iterator[pb.GetResponse]:
         """Yield the answer in messages. Raises as ``parts``."""
@@ -64,11 +64,10 @@ class GetStream:
                     )
 
     def parts(self) -> Generator[LayerPart | Places, None, None]:
-        """Yield ranges of frames in order, layers of all chunks one after another without the rows
-        to skip, or whole frames; of what is in reach its places.
+        """Yield ranges of frames in order, layers of all chunks in turn without the rows to skip,
+        or whole frames; places for chunks in reach.
 
-        Each part's memory is lent until the next. A lease of this get's own ends with it. Raises
-        KVStoreErrors.
+        Each part is valid until the next. The get's own lease ends with it. Raises KVStoreErrors.
         """
         request, session, store, checks = self.request, self.session, self.store, self.checks
         keys = checks.keys(session, request.digests)
@@ -92,8 +91,8 @@ class GetStream:
                 yield from layered.parts()
             else:
                 yield from self._frames(keys, terms)
-            # Through shared memory the client reads after this call and releases by itself; one
-            # that cancelled it, or got no place that needs a lease, does not.
+            # A client that reads shared memory does so after this call and releases the lease
+            # itself, unless it cancelled the call or got no place that needs a lease.
             release = release and not self._is_held
         finally:
             if release:

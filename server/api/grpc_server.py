@@ -1,4 +1,4 @@
-"""The gRPC server, bound to its address, and what answers its calls."""
+"""The gRPC server: its servicer, addresses and limits."""
 
 from __future__ import annotations
 
@@ -30,26 +30,25 @@ from kvstore.server.telemetry.request_trace import RequestLog
 SERVICE = kvstore_pb2.DESCRIPTOR.services_by_name["KVStore"]
 MESSAGE_SLACK_BYTES = 1 << 20
 PENDING_CALLS = 64
-"""Calls that gRPC keeps until Python takes them: it refuses some beyond, and all beyond twice as
-many, without the interpreter. Its own limit, 1,000, is more than Python takes within a deadline."""
+"""Calls that gRPC queues for Python: beyond it some are refused, beyond twice as many all, without
+the interpreter. The default, 1,000, is more than Python takes within a deadline."""
 CONNECTIONS_PER_SESSION = 2
 OTHER_CONNECTIONS = 64
-"""Of commands and probes. More at once are closed as they come: to connect takes no proof."""
+"""Connections of commands and probes. More are closed at once: connecting needs no credentials."""
 HANDSHAKE_MS = 20_000
-"""A connection without a handshake by then is closed; gRPC would wait 120 s."""
+"""A connection without a handshake by then is closed; gRPC's default is 120 s."""
 
 HEALTH_THREADS = 2
 HEALTH_CALLS = 16
-"""At once, of the health service that has a port of its own."""
+"""Concurrent calls of the health service on a separate port."""
 HEALTH_CONNECTIONS = 64
 
 
 class Health(health.HealthServicer):
-    """gRPC's own, without Watch, as its protocol allows.
+    """gRPC's health service without Watch, as its protocol allows.
 
-    A watcher holds a thread for as long as it likes; without a thread (what gRPC calls
-    non-blocking) one that does not read holds the lock that Check and a new state need
-    (grpcio-health-checking 1.76).
+    A watcher holds a thread without limit; in gRPC's non-blocking mode a watcher that does not read
+    holds the lock that Check and a state change need (grpcio-health-checking 1.76).
     """
 
     def __init__(self) -> None:
@@ -68,7 +67,7 @@ class Health(health.HealthServicer):
 
 
 def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
-    """Return what answers every RPC of kvstore.v1 over *backend*. Each reply names the server."""
+    """Return the servicer of kvstore.v1 over *backend*. Each reply names the server."""
     store, clock = backend.store, backend.checks.clock
     explainer = Explainer(store, clock)
     backend.sessions.on_open.append(explainer.spaces.note)
@@ -82,7 +81,7 @@ def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
         stamp.features = features | (FEATURE_DURABLE_PUT if store.durable else 0)
 
     state_features()
-    store.on_tick.append(state_features)  # a codec that is chosen later may lose nothing
+    store.on_tick.append(state_features)  # a codec chosen later may be lossless
     for part in (data, admin):
         for method in SERVICE.methods:
             if hasattr(part, method.name):
@@ -94,7 +93,7 @@ def servicer_of(backend: Backend) -> kvstore_pb2_grpc.KVStoreServicer:
 def _answer(
     sessions: SessionTable, stamp: kvstore_pb2.Server, method: Callable[..., Any]
 ) -> Callable[[Any, Any], Any]:
-    """Return *method* as gRPC calls it; its second parameter's name says what it takes."""
+    """Return *method* as gRPC calls it; the name of its second parameter selects the argument."""
     takes: Callable[[Any, Any], Any] = {
         "session": lambda request, _: sessions.get(request.session_id),
         "caller": lambda _, context: principal_of(context),
@@ -116,9 +115,9 @@ def _answer(
 
 
 def bind(config: Settings, shedder: LoadShedder, taken: int) -> tuple[grpc.Server, int]:
-    """Return a server, not started, and the port it got. *taken* descriptors are not for callers.
+    """Return a server, not started, and its port. *taken* descriptors are reserved for other uses.
 
-    Raises TierUnavailableError, and InvalidRequestError for certificates that cannot be used.
+    Raises TierUnavailableError, and InvalidRequestError for unusable certificates.
     """
     largest = MESSAGE_BYTES + MESSAGE_SLACK_BYTES
     tls = None
@@ -145,7 +144,7 @@ def bind(config: Settings, shedder: LoadShedder, taken: int) -> tuple[grpc.Serve
 
 
 def most_connections(max_sessions: int, taken: int) -> int:
-    """Return how many connections there may be, as sessions need and descriptors allow."""
+    """Return the limit of connections, as sessions need and descriptors allow."""
     most = CONNECTIONS_PER_SESSION * max_sessions + OTHER_CONNECTIONS
     return share_of(GRPC_SHARE, taken, most)
 
@@ -170,10 +169,9 @@ def _open(
 def bind_health(
     address: tuple[str, int], servicer: health.HealthServicer
 ) -> tuple[grpc.Server, int]:
-    """Return a started server of *servicer* alone, in plain text, and its port.
+    """Return a started plaintext server of *servicer* only, and its port.
 
-    Its threads are its own: who calls there and sends nothing holds one. Raises
-    TierUnavailableError.
+    It has its own threads: a caller that sends nothing holds one. Raises TierUnavailableError.
     """
     server = grpc.server(
         futures.ThreadPoolExecutor(HEALTH_THREADS, thread_name_prefix="health"),

@@ -1,4 +1,4 @@
-"""What surrounds every RPC: request id and span, who calls and may they, errors as statuses."""
+"""Interceptors of every RPC: request id and span, authentication, errors as statuses."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     Handler = grpc.RpcMethodHandler[Any, Any]
 
 MAX_MESSAGE_CHARS = 600
-"""Trailers hold 8 KB, and each byte of a character may take three there."""
+"""Trailers hold 8 KB, and each byte of a character may take three."""
 
 Behavior = Callable[[Any, Any], Any]
 
@@ -32,34 +32,34 @@ logger = structlog.get_logger(__name__)
 
 @dataclass(slots=True, eq=False)
 class AuthenticatedContext:
-    """gRPC's context of a call, and who calls; all else it passes on."""
+    """gRPC's context of a call with the caller's principal; delegates everything else."""
 
     _context: grpc.ServicerContext
     principal: Principal | None = None
-    """None until it is known who calls."""
+    """None until authenticated."""
     request: Any = None
-    """Its message, once that came; of a stream, what yields them."""
+    """The message once received; of a stream, their iterator."""
     session: Session | None = None
     frames: int | None = None
-    """How many frames a stream began; None where the call has one message."""
+    """Frames that a stream began; None if the call has one message."""
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._context, name)
 
 
 def principal_of(context: object) -> Principal:
-    """Return who calls; calls without gRPC are authenticated before."""
+    """Return the caller's principal; calls without gRPC are authenticated elsewhere."""
     known = context.principal if isinstance(context, AuthenticatedContext) else None
     return known or ANYBODY
 
 
 @dataclass(frozen=True, slots=True)
 class CallWrapper:
-    """Wraps what answers gRPC's calls.
+    """Wraps the handlers of gRPC calls.
 
     KVStoreErrors are sent with their status and class name, anything else as INTERNAL. Each call
-    has its request id meanwhile, and a span where there is ``tracing``. ``trust`` lets calls
-    through that it knows and admits, health always, and records what became of them.
+    has a request id, and a span with ``tracing``. ``trust`` authenticates and admits calls, except
+    health, and records their outcomes.
     """
 
     trust: Authorizer | None = None
@@ -68,9 +68,9 @@ class CallWrapper:
     def around(
         self, handler: Handler, method: str, receive: Behavior
     ) -> Callable[..., Iterator[Any]]:
-        """Return what yields the answers to a call of *method*: one, unless it streams them.
+        """Return a generator function for the answers of *method*: one, unless it streams.
 
-        *receive* waits for its message, or returns what waits for them: for nobody who is unknown.
+        *receive* waits for the message, or returns what does: never for unknown callers.
         """
         one: Behavior | None = handler.unary_unary or handler.unary_stream
         many: Any = handler.stream_unary or handler.stream_stream
@@ -80,7 +80,7 @@ class CallWrapper:
         span_of = self.tracing.scope_of(method) if self.tracing is not None else None
 
         def answers(requests: Any, context: Any) -> Iterator[Any]:
-            # Not reset: gRPC runs each call in a context of its own.
+            # Not reset: gRPC runs each call in its own context.
             CURRENT.set(RequestId(next(NUMBERS), context.invocation_metadata))
             call, outcome, started = AuthenticatedContext(context), "cancelled", 0.0
             with nullcontext() if span_of is None else span_of(call):
@@ -117,7 +117,7 @@ class CallWrapper:
 
 
 def _caller(authenticator: Authenticator, context: Any) -> Principal:
-    """Return who calls. Raises UnauthenticatedError."""
+    """Authenticate a caller. Raises UnauthenticatedError."""
     if authenticator.is_open:
         return ANYBODY
     return authenticator.principal_of(context.invocation_metadata() or (), context.auth_context())
@@ -128,22 +128,22 @@ def _each_admitted(
 ) -> Iterator[Any]:
     principal, last, frames = call.principal, None, 0
     assert principal is not None
-    # One request, of the tenant that the first message is about; another session is checked anew.
+    # The stream counts as one request, of the first message's tenant; a new session is checked.
     for request in requests:
         session_id = getattr(request, "session_id", 0)
         if session_id != last:
             call.session = authorizer.admit(principal, method, request)
             last = session_id
-        # The first message of a frame has its length.
+        # The first message of a frame contains its length.
         frames += bool(getattr(request, "frame_bytes", 0))
         call.frames = frames
         yield request
-    if last is None:  # one without messages is a request, too
+    if last is None:  # an empty stream is a request too
         authorizer.admit(principal, method, ())
 
 
 def guarded(behavior: Behavior, method: str) -> Behavior:
-    """Return *behavior* with a request id, and with its errors sent as statuses."""
+    """Return *behavior* with a request id and its errors sent as statuses."""
 
     def answer(request: Any, context: grpc.ServicerContext) -> Any:
         CURRENT.set(RequestId(next(NUMBERS), context.invocation_metadata))
@@ -157,7 +157,7 @@ def guarded(behavior: Behavior, method: str) -> Behavior:
 
 @contextmanager
 def known_errors(method: str) -> Iterator[None]:
-    """Log an error that is none of ours, and raise what callers get in its place."""
+    """Log an error other than KVStoreError, and raise the one that callers get instead."""
     try:
         yield
     except KVStoreError:
@@ -167,12 +167,12 @@ def known_errors(method: str) -> Iterator[None]:
 
 
 def describe(error: Exception, method: str) -> tuple[str, str, str]:
-    """Return class name, status and text for the caller, and log what happened."""
+    """Return class name, status and text for the caller, and log the error."""
     if isinstance(error, KVStoreError):
         name, status, message = type(error).__name__, error.status, str(error)
         logger.info("refused", method=method, error=name, reason=message)
     else:
-        # What broke is ours to read in the log, not the caller's.
+        # Details go to the log, not to the caller.
         name, status, message = "KVStoreError", "INTERNAL", "internal error; see the server's log"
         logger.error("internal error", method=method, exc_info=error)
     if len(message) > MAX_MESSAGE_CHARS:

@@ -1,11 +1,11 @@
-"""Load shedding: when more comes than can be answered, queues stay short and reads go first.
+"""Load shedding: under overload queues stay short and reads have priority.
 
-A server that takes all that comes answers everything too late. Here each kind of call waits in a
-queue of its own with a limit; beyond it calls are refused at once (RESOURCE_EXHAUSTED), writes by a
-thread that does nothing else, so that reads find room. No call is taken while reads wait too long,
-few or many: a limit in calls is seconds of long ones. What waited past its deadline is not begun.
-A StallGuard ends calls whose messages do not come, or whose answers are not taken: gRPC would wait
-for either without end.
+A server that accepts every call answers all of them too late. Here each kind of call has its own
+bounded queue; beyond its limit calls are refused at once (RESOURCE_EXHAUSTED) by threads that do
+nothing else, so that reads get through. No call is accepted while reads wait too long, however many
+they are: a limit in calls is seconds of long ones. A call past its deadline is not begun. A
+StallGuard ends calls whose messages do not arrive, or whose answers are not read: gRPC would wait
+without limit.
 After M. Welsh and D. Culler, "Adaptive Overload Control for Busy Internet Servers", USITS 2003.
 """
 
@@ -36,20 +36,20 @@ else:  # grpc's classes are generic in its stubs only
 WRITES = frozenset(
     {"Put", "Reserve", "Commit", "PutDevice", "Clear", "Drain", "ReportReuse", "Trace"}
 )
-"""Calls that wait behind the rest: no prompt waits for them, or they are long."""
+"""Calls of low priority: no prompt waits for them, or they are long."""
 CALLS_PER_WORKER = 4
-"""Calls at once, waiting or at work, for each thread. gRPC refuses what is more, which costs a
-tenth of an answer."""
+"""Calls per thread, waiting or running. gRPC refuses further ones, at a tenth of the cost of an
+answer."""
 WRITES_PER_WORKER = 2
-"""Writes that may wait for each thread that answers writes; the rest is left to reads."""
+"""Writes that may wait per thread for writes."""
 LEAST_LEFT_S = 0.001
-"""A call with less time left when its turn comes is not begun."""
+"""A call with less time left is not begun."""
 STALL_S = 15.0
-"""What any message may take to come, or to be taken."""
+"""Longest wait for any message to arrive, or to be read."""
 GRACE_S = 3.0
-"""A call that has waited less is not ended to make room: its message is on the way."""
+"""A call that has waited less is never ended: its message may be on the way."""
 LATE_S = 0.2
-"""If calls wait longer before they are begun, an executor takes only each thread's next."""
+"""If calls wait longer to begin, an executor accepts only one more per thread."""
 
 T = TypeVar("T")
 
@@ -65,8 +65,8 @@ class StallGuard:
         self._most = most
         self._clock = clock
         self._waiting: dict[grpc.ServicerContext, float] = {}
-        """Since when, the longest first."""
-        self._lock = threading.Lock()  # guards that
+        """Start of each wait, the earliest first."""
+        self._lock = threading.Lock()  # guards _waiting
 
     def each(self, messages: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
         """Yield the messages of a call."""
@@ -78,7 +78,7 @@ class StallGuard:
             yield message
 
     def taken(self, answers: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
-        """Yield the answers of a call, each of which its reader takes before the next."""
+        """Yield the answers of a call; each must be read before the next is made."""
         for answer in answers:
             with self._wait(context):
                 yield answer
@@ -94,7 +94,7 @@ class StallGuard:
                 self._waiting.pop(context, None)
 
     def tick(self) -> int:
-        """End the calls that waited for too long; return how many."""
+        """End the calls that have waited too long; return how many."""
         now = self._clock()
         ended: list[Any] = []
         with self._lock:
@@ -113,9 +113,8 @@ class StallGuard:
 class BoundedExecutor(futures.ThreadPoolExecutor):
     """Threads that answer one kind of call, and the calls that wait for them.
 
-    A quarter of them at most wait for long in ``stall_guard``, for messages of callers or for these
-    to take answers.
-    *clock* gives monotonic seconds.
+    At most a quarter of them wait long in ``stall_guard`` for messages to arrive or to be read.
+    *clock* returns monotonic seconds.
     """
 
     def __init__(
@@ -127,17 +126,16 @@ class BoundedExecutor(futures.ThreadPoolExecutor):
         self._workers = workers
         self._clock = clock
         self._queued_at: deque[float] = deque()
-        """When each call that waits was queued, the oldest first."""
+        """Times at which the waiting calls were queued, the oldest first."""
         self._waited_s = 0.0
         self._count_lock = threading.Lock()  # guards the two above
 
     @property
     def is_late(self) -> bool:
-        """Whether calls wait longer than they should, and each thread has more than one to come.
+        """Whether calls wait longer than LATE_S, and more than one per thread is queued.
 
-        It counts how long the call that was begun last had waited, after K. Nichols and
-        V. Jacobson, "Controlling Queue Delay", ACM Queue 2012. If no thread begins a call,
-        the limit holds.
+        It uses the wait of the call begun last, after K. Nichols and V. Jacobson, "Controlling
+        Queue Delay", ACM Queue 2012. If no thread begins a call, ``limit`` applies.
         """
         return self._waited_s > LATE_S and len(self._queued_at) > self._workers
 
@@ -158,31 +156,30 @@ class BoundedExecutor(futures.ThreadPoolExecutor):
 
         try:
             return super().submit(begun, *words, **named)
-        except RuntimeError:  # it is shut down
+        except RuntimeError:  # shut down
             with self._count_lock:
                 self._queued_at.pop()
             raise
 
 
 class ConcurrencyLimit(int):
-    """How many calls there may be at once; none more while those of ``reads`` wait too long.
+    """Limit of concurrent calls; no more are accepted while those of ``reads`` wait too long.
 
-    gRPC compares the calls that it has with this number before each: what it refuses itself costs
-    less than what we refuse.
+    gRPC compares its number of calls with this before each: a refusal by gRPC costs less than ours.
     """
 
     reads: BoundedExecutor
 
     @override
     def __le__(self, calls: int) -> bool:
-        """Whether *calls* are all that may be: Python calls this for ``calls >= limit``."""
+        """Whether *calls* reach the limit: Python calls this for ``calls >= limit``."""
         return int(self) <= calls or self.reads.is_late
 
 
 class LoadShedder(ServerInterceptor):
     """Chooses the threads that answer a call, and refuses it when too many wait for them.
 
-    What *calls* wraps is composed once a method. ``reads`` answers everything else too. ``tick`` is
+    *calls* wraps each method once. ``reads`` answers all calls but writes and events. ``tick`` is
     called a few times a second.
     """
 
@@ -200,22 +197,22 @@ class LoadShedder(ServerInterceptor):
         self.most_calls = ConcurrencyLimit(waiting + EVENT_READERS)
         self.most_calls.reads = self.reads
         self._writes = BoundedExecutor("rpc-write", writers, WRITES_PER_WORKER * writers, clock)
-        # A reader of events keeps its thread; one more refuses the next reader.
+        # A reader of events occupies its thread; one more thread refuses further readers.
         self._events = BoundedExecutor("rpc-events", EVENT_READERS + 1, EVENT_READERS, clock)
         self._executors = (self.reads, self._writes, self._events)
         self.refusals = futures.ThreadPoolExecutor(2, thread_name_prefix="rpc-refuse")
         self._counters = counters
         self._calls = calls
         self._answers: dict[str, tuple[BoundedExecutor, Handler, Handler]] = {}
-        """By method, of those that there are: what answers it, and refuses it."""
+        """By known method: the executor, the handler that answers, and the one that refuses."""
 
     def close(self) -> None:
-        """Take no more calls; those at work are not waited for."""
+        """Accept no more calls; do not wait for running ones."""
         for pool in (*self._executors, self.refusals):
             pool.shutdown(wait=False)
 
     def tick(self) -> None:
-        """End the calls whose messages do not come, or are not taken."""
+        """End the calls whose messages do not arrive, or are not read."""
         for executor in self._executors:
             self._counters.add("stalled_calls", executor.stall_guard.tick())
 

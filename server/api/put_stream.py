@@ -21,9 +21,9 @@ from kvstore.server.store.writes import AnyTicket
 
 @dataclass(slots=True)
 class _Frame:
-    """A frame being received: its result where it needs none of its bytes, else its ticket.
+    """A frame being received: its result if its bytes are not needed, else its ticket.
 
-    Small, as a stream has thousands: no header, and no check once it is committed.
+    Small, as a stream has thousands: no header, and no verifier once it is committed.
     """
 
     key: ChunkKey
@@ -32,17 +32,16 @@ class _Frame:
     ticket: AnyTicket | None = None
     result: PutResult | None = None
     check: FrameVerifier | None = None
-    """None: it is checked when it is whole."""
+    """None: it is checked when complete."""
     received_bytes: int = 0
-    """Of one that comes one piece after the other."""
     is_whole: bool = False
 
 
 class PutStream:
-    """Receives the frames of the stream that *first* begins. Used once, by one thread, and closed.
+    """Receives the frames of a stream whose first message is *first*. Used once, by one thread.
 
-    The frames before a bad one stay stored. Raises InvalidRequestError for what this server cannot
-    promise.
+    The frames before a bad one stay stored. Raises InvalidRequestError if the server cannot meet
+    the request's durability.
     """
 
     def __init__(self, store: Store, checks: Checks, first: pb.PutRequest) -> None:
@@ -57,16 +56,16 @@ class PutStream:
 
     @property
     def position(self) -> tuple[int, int]:
-        """The frame that the next piece belongs to, and the offset in it."""
+        """The frame of the next piece, and its offset there."""
         count = len(self._frames)
         if not count or self._frames[-1].is_whole:
             return count, 0
         return count - 1, self._frames[-1].received_bytes
 
     def take(self, session: Session, frame_bytes: int, data: Bytes) -> None:
-        """Take the next piece; *frame_bytes* is looked at where a frame begins.
+        """Process the next piece; *frame_bytes* is used where a frame begins.
 
-        Raises KVStoreErrors of what is wrong with the frame or the piece.
+        Raises KVStoreErrors for a bad frame or piece.
         """
         if not self._frames or self._frames[-1].is_whole:
             if not frame_bytes:
@@ -91,16 +90,15 @@ class PutStream:
         frame = _Frame(header.key, header.header_bytes, header.frame_bytes)
         if isinstance(begun, PutResult):
             frame.result = begun
-        else:  # ours: the end of the session must not free what we write into
+        else:  # owned here: the end of the session must not free it during a write
             frame.ticket = begun
         self._frames.append(frame)
         return frame
 
     def room(self, size_bytes: int) -> Bytes | None:
-        """Return where the next bytes of a frame that has begun go; None: nowhere, they are
-        skipped.
+        """Return the buffer for the next bytes of the current frame; None: skip them.
 
-        Report how many came to ``landed``. Raises InvalidFrameError when the frame has not so many.
+        Report the bytes to ``landed``. Raises InvalidFrameError beyond the end of the frame.
         """
         if not self._frames or self._frames[-1].is_whole:
             raise InvalidFrameError("data", size_bytes, "no frame has begun")
@@ -112,10 +110,10 @@ class PutStream:
         return None if room is None else room[start:stop]
 
     def landed(self, size_bytes: int) -> None:
-        """Take note that so many bytes more are in their ``room``, and check them while in cache.
+        """Record *size_bytes* more bytes in their ``room``, and verify them while in cache.
 
-        A frame that is whole is committed, but for one whose state is kept only if the next frame
-        does not continue it: raises what is wrong with it.
+        A complete frame is committed, unless its state is stored only if the next frame does not
+        continue it. Raises for an invalid frame.
         """
         frame = self._frames[-1]
         frame.received_bytes += size_bytes
@@ -126,7 +124,7 @@ class PutStream:
             self._commit(frame)
 
     def finish(self) -> list[PutResult]:
-        """Return what became of each frame, durable where that was requested."""
+        """Return the result of each frame, made durable if requested."""
         for frame in self._frames:
             if not frame.is_whole:
                 raise InvalidFrameError("frame", frame.received_bytes, "the stream ended inside it")
@@ -142,7 +140,7 @@ class PutStream:
         return self._store.harden(keys, results, deadline)
 
     def close(self) -> None:
-        """Free what did not become whole."""
+        """Free incomplete frames."""
         with suppress(KVStoreError):  # the frames before a bad one stay
             self._commit_last()
         for frame in self._frames:
@@ -150,7 +148,7 @@ class PutStream:
                 self._store.writes.discard(frame.ticket)
 
     def _commit_last(self, following: ChunkInfo | None = None) -> None:
-        """Commit the last frame if it is whole and was not; *following* may continue it."""
+        """Commit the last frame if it is complete and pending; *following* may continue it."""
         if self._frames and self._frames[-1].is_whole:
             is_last = following is None or following.parent_key != self._frames[-1].key
             self._commit(self._frames[-1], is_last=is_last)

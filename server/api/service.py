@@ -1,6 +1,6 @@
-"""The RPCs of data: sessions, lookups, gets and puts, blending, other servers' memory, events.
+"""Data RPCs: sessions, lookups, gets and puts, blending, peers, events.
 
-Messages are checked here and passed on.
+Messages are validated here.
 """
 
 from __future__ import annotations
@@ -63,18 +63,18 @@ if TYPE_CHECKING:  # their files load redis or torch
 MAX_CLIENT_CHARS = 128
 MAX_NODE_ID_CHARS = 128
 MAX_LISTED_PEERS = 16
-"""Of those that are there; clients learn of further ones as they read what these have."""
+"""Limit of peers listed to a client; gets name further ones."""
 BEAT_S = 1.0
-"""How often a reader of events is sent something, be there events or not."""
+"""Longest time between two messages to a reader of events."""
 _LAST_S = 0.5
-"""A call of Events with so little time left ends, rather than be cut off."""
+"""A call of Events with less time left ends by itself, before its deadline cuts it off."""
 _NO_DEVICE = "this server takes no puts out of device memory: start it with gpu"
 _NO_KEY = ChunkKey(bytes(KEY_BYTES))
 
 
 @dataclass(frozen=True, slots=True)
 class Identity:
-    """Who this server is, in each reply. ``boot_id`` changes with every start."""
+    """The identity of this server. ``boot_id`` changes with every start."""
 
     boot_id: int
     version: str
@@ -86,7 +86,7 @@ class Identity:
 
 @dataclass(frozen=True, slots=True)
 class Backend:
-    """What the RPCs of one server work on; None where it has no such part."""
+    """The parts of a server that its RPCs use; None for parts that it lacks."""
 
     store: Store
     sessions: SessionTable
@@ -106,7 +106,7 @@ class Backend:
 
 
 class DataCalls:
-    """Answers the RPCs of data. *explainer* and *requests* record lookups. Thread-safe."""
+    """Answers data RPCs. *explainer* and *requests* record lookups. Thread-safe."""
 
     def __init__(self, backend: Backend, explainer: Explainer, requests: RequestLog) -> None:
         self._backend = backend
@@ -118,7 +118,7 @@ class DataCalls:
         self._explainer = explainer
         self._requests = requests
         self._event_readers: Counter[str] = Counter()
-        """By tenant, those that read now."""
+        """Readers of events by tenant."""
         self._lock = threading.Lock()  # guards that
 
     # --- sessions
@@ -157,21 +157,21 @@ class DataCalls:
         )
 
     def Heartbeat(self, request: pb.HeartbeatRequest, session: Session) -> pb.HeartbeatResponse:
-        """Keep a session open, and take what its engine counted."""
+        """Keep a session open, and record the counts of its engine."""
         self._explainer.report(session, request.counts)
         return pb.HeartbeatResponse(draining=self._sessions.is_draining, peers=self._lent())
 
     def CloseSession(
         self, request: pb.CloseSessionRequest, caller: Principal
     ) -> pb.CloseSessionResponse:
-        """End a session; one that is gone is fine."""
+        """End a session. Idempotent."""
         self._sessions.close_owned(request.session_id, caller)
         return pb.CloseSessionResponse()
 
     # --- reading
 
     def Lookup(self, request: pb.LookupRequest, session: Session) -> pb.LookupResponse:
-        """Return how many of a prompt's first chunks are there, and lease them."""
+        """Find and lease the longest cached prefix of a prompt."""
         started = self._clock()
         keys = self._checks.keys(session, request.digests)
         deadline = self._checks.deadline(request.deadline_ms)
@@ -208,12 +208,12 @@ class DataCalls:
         return reply
 
     def Get(self, request: pb.GetRequest, session: Session) -> Iterator[pb.GetResponse]:
-        """Yield chunks' frames or places; a lease of this call's own ends with it."""
+        """Yield chunks' frames or places; the call's own lease ends with it."""
         if request.via not in REACH:
             raise InvalidRequestError("via", request.via, f"use one of {sorted(REACH)}")
         reach = REACH[request.via] if self._unix_server is not None else NO_REACH
         if "write" not in session.roles:
-            reach = reach - {Reach.file}  # an open file can be opened again for writing
+            reach = reach - {Reach.file}  # a shared descriptor can be reopened for writing
         deadline = self._checks.deadline(request.deadline_ms)
         if not (request.ranges or request.layer_major):
             session.reads_from = frozenset(request.peers[:MAX_READ_PEERS])
@@ -221,7 +221,7 @@ class DataCalls:
         yield from get.messages()
 
     def _leased_places(self, keys: Sequence[ChunkKey], sources: bytes) -> bytes:
-        if any(sources):  # of copies in CPU memory, source 0; others may be of too low accuracy
+        if any(sources):  # only copies of source 0, CPU memory: others may be too inaccurate there
             keys = [key if not at else _NO_KEY for key, at in zip(keys, sources, strict=False)]
         return self._store.moves.tiers.cpu_tier.place_rows(keys[: len(sources)])
 
@@ -235,7 +235,7 @@ class DataCalls:
     # --- writing
 
     def Put(self, request_iterator: Iterator[pb.PutRequest], caller: Principal) -> pb.PutResponse:
-        """Store the frames of a stream; after a bad message its error is raised."""
+        """Store the frames of a stream; raise at the first bad message."""
         results: list[PutResult] = []
         first = next(request_iterator, None)
         if first is not None:
@@ -247,7 +247,7 @@ class DataCalls:
         return pb.PutResponse(**outcomes(results))
 
     def Reserve(self, request: pb.ReserveRequest, session: Session) -> pb.ReserveResponse:
-        """Set CPU memory aside for chunks that come by shared memory."""
+        """Reserve CPU memory for chunks that are put through shared memory."""
         if request.durable:
             self._checks.durable(self._store)
         wanted = self._checks.reserved(session, request)
@@ -297,13 +297,13 @@ class DataCalls:
         return pb.CommitResponse(**outcomes(results))
 
     def Abort(self, request: pb.AbortRequest, session: Session) -> pb.AbortResponse:
-        """Give reservations back."""
+        """Release reservations."""
         self._checks.batch("reservation_ids", len(request.reservation_ids))
         aborted = sum(self._store.writes.abort(session, i) for i in request.reservation_ids)
         return pb.AbortResponse(aborted=aborted)
 
     def PutDevice(self, request: pb.PutDeviceRequest, session: Session) -> pb.PutResponse:
-        """Put frames out of the session's ring."""
+        """Put frames from the session's ring."""
         count = len(request.headers)
         self._checks.batch("headers", count)
         offsets = request.offsets
@@ -333,13 +333,13 @@ class DataCalls:
     def AnnouncePuts(
         self, request: pb.AnnouncePutsRequest, session: Session
     ) -> pb.AnnouncePutsResponse:
-        """Have lookups know of chunks that the session is about to put."""
+        """Announce chunks that the session is about to put."""
         keys = self._checks.keys(session, request.digests)
         pending = self._store.announce_puts(session, keys, request.ttl_ms)
         return pb.AnnouncePutsResponse(pending=pending)
 
     def Weigh(self, request: pb.WeighRequest, session: Session) -> pb.WeighResponse:
-        """Remember which tokens of chunks matter, until they are encoded."""
+        """Store the token weights of chunks for encoding."""
         keys = self._checks.keys(session, request.digests)
         count, fix = len(request.weights), f"a byte for each token, at most {MAX_CHUNK_TOKENS}"
         require(count == len(keys), "weights", count, f"{len(keys)} chunks")
@@ -352,7 +352,7 @@ class DataCalls:
     # --- blending
 
     def Resolve(self, request: pb.ResolveRequest, session: Session) -> pb.ResolveResponse:
-        """Return what can replace the segments of a prompt, under a lease."""
+        """Return cached variants for the segments of a prompt, under a lease."""
         started = self._clock()
         question = self._checks.question(session, request)
         blends = self._store.blends
@@ -368,7 +368,7 @@ class DataCalls:
     def ReportReuse(
         self, request: pb.ReportReuseRequest, session: Session
     ) -> pb.ReportReuseResponse:
-        """Take in what an engine measured; all of it, or an error that names what is wrong."""
+        """Record an engine's measurements: all, or none and an error."""
         blends = self._store.blends
         try:
             report = self._checks.report(session, request, blends.contents.variant_tokens)
@@ -378,10 +378,10 @@ class DataCalls:
         gate = blends.report(session, report)
         return pb.ReportReuseResponse(gate=messages.as_message(pb.Gate, gate))
 
-    # --- other servers
+    # --- peers
 
     def OpenPeer(self, request: pb.OpenPeerRequest, caller: Principal) -> pb.OpenPeerResponse:
-        """Let another server in, which may only read, on the bulk channel."""
+        """Open a session for another server, which may only read, on the bulk channel."""
         node_id = check_text("node_id", request.node_id, MAX_NODE_ID_CHARS, least=1)
         if not self._backend.identity.bulk_address:
             raise InvalidRequestError("bulk", "off", "peers read through it: start with --bulk")
@@ -397,12 +397,12 @@ class DataCalls:
         )
 
     def _lent(self) -> list[int]:
-        """Return the other servers that a client had better know before it reads from them."""
+        """Return peers that a client may connect to before it reads from them."""
         slot = self._store.moves.tiers.remote
         return cast("PeerTier", slot.tier).reachable()[:MAX_LISTED_PEERS] if slot else []
 
     def LendPeer(self, request: pb.LendPeerRequest, session: Session) -> pb.LendPeerResponse:
-        """Let a client read chunks of its namespace from another server's memory itself."""
+        """Let a client read chunks of its namespace directly from a peer."""
         slot = self._store.moves.tiers.remote
         known = cast("PeerTier", slot.tier).peers.known() if slot else []
         peer = next((one for one in known if one.number == request.number), None)
@@ -416,7 +416,7 @@ class DataCalls:
     # --- events
 
     def Events(self, request: pb.EventsRequest, context: Context) -> Iterator[pb.EventsResponse]:
-        """Yield what comes and goes until the reader, its session or the server ends."""
+        """Yield events until the call, its session or the server ends."""
         log = self._backend.events
         if log is None:
             raise InvalidRequestError("method", "Events", "this server keeps no events")
@@ -424,7 +424,7 @@ class DataCalls:
         with self._reading_events("" if session is None else session.tenant):
             reader = EventReader(log, None if session is None else session.namespace)
             if request.boot_id == self._backend.identity.boot_id:
-                reader.go_on(request.cursor)  # which may look through the whole log
+                reader.go_on(request.cursor)  # may scan the whole log
             yield from self._event_pages(log, reader, session, context)
 
     @contextmanager
@@ -452,12 +452,12 @@ class DataCalls:
                 return
             if session is not None and session.is_closed:
                 raise LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
-            # Sessions end with who opened them.
+            # A session ends with its credentials; check those of a call without one.
             if session is None and trust is not None and not trust.authenticator.holds(caller):
                 raise UnauthenticatedError("credentials: not valid any more; call with others")
             page, now = reader.poll(), self._clock()
             if page is not None:
-                yield messages.as_message(  # a root's parent is empty there
+                yield messages.as_message(  # a root has an empty parent on the wire
                     pb.EventsResponse, page, parent=lambda one: one.parent.replace(ROOT, b"")
                 )
                 sent_at = now

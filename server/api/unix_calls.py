@@ -1,4 +1,4 @@
-"""Calls that come over the Unix socket, answered by the same methods as gRPC's."""
+"""Calls over the Unix socket, answered by the same methods as gRPC's."""
 
 from __future__ import annotations
 
@@ -25,15 +25,15 @@ if TYPE_CHECKING:
 
 SEND_WITHIN_S = 5
 _NO_CONTEXT: Any = None
-"""The service's methods take gRPC's context and do not look at it."""
+"""The service's methods take gRPC's context and ignore it."""
 
 
 @dataclass(frozen=True, slots=True)
 class UnixCalls:
-    """Runs a call against ``service`` and packs what it answers, errors included.
+    """Runs a call against ``service`` and packs its answer, errors included.
 
-    ``authorizer`` checks the session's roles and rate, and records what became of the call.
-    ``after_lookup`` is called once the answer to a lookup is on its way.
+    ``authorizer`` checks the session's roles and rate, and records the outcome. ``after_lookup`` is
+    called once the answer to a lookup is sent.
     """
 
     service: KVStoreServicer
@@ -56,7 +56,7 @@ class UnixCalls:
             yield pack_failure(kind, message)
         finally:
             CURRENT.set(None)
-        if name == "Lookup":  # the caller has its answer: an error here is for the log alone
+        if name == "Lookup":  # the caller has its answer: an error here is only logged
             with suppress(KVStoreError), known_errors(name):
                 self.after_lookup()
 
@@ -92,7 +92,7 @@ class UnixCalls:
 def send_packets(
     connection: socket.socket, packets: Iterable[Packet], clock: Callable[[], float]
 ) -> bool:
-    """Send *packets*; False once the peer let us wait SEND_WITHIN_S in all."""
+    """Send *packets*; return False once the peer has blocked for SEND_WITHIN_S in total."""
     left_s = float(SEND_WITHIN_S)
     for packet in packets:
         while True:
@@ -109,7 +109,7 @@ def send_packets(
 
 
 def can_send(connection: socket.socket, within_s: float) -> bool:
-    """Wait until *connection* takes more; whether it does."""
-    poll = select.poll()  # not select(), which takes no descriptor above 1023
+    """Wait until *connection* is writable; return whether it is."""
+    poll = select.poll()  # not select(), which fails for descriptors above 1023
     poll.register(connection, select.POLLOUT)
     return bool(poll.poll(1000 * within_s))

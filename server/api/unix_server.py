@@ -1,4 +1,4 @@
-"""The Unix socket of one host, for this user alone: descriptors of memory, and calls."""
+"""The Unix socket for clients of this host and user: descriptors of memory, and calls."""
 
 from __future__ import annotations
 
@@ -50,31 +50,31 @@ _ATTACH_WITHIN_S = 5.0
 _END_WITHIN_S = 2.0
 _THREAD_AGAIN_S = 10.0
 _STAGING_DESCRIPTORS = 2
-"""Of a session's memory: the map has one of its own."""
+"""Descriptors of a session's memory: its own and that of the map."""
 _ONCE = select.EPOLLIN | select.EPOLLONESHOT
 _IN_A_ROW = 16
-"""Messages of one peer before others have their turn."""
+"""Messages of one peer before others are served."""
 _BACKLOG = 128
 _UID_MAP = Path("/proc/self/uid_map")
 _OVERFLOW_UID = Path("/proc/sys/kernel/overflowuid")
 _METHODS = {Op.slab: "Slab", Op.extent: "Extent", Op.ring: "Ring"}
-"""What roles and the audit log call an operation; all others are ways to attach."""
+"""Names of operations for roles and the audit log; all others attach."""
 _ATTACH = "Attach"
 _ORIGIN = "unix"
 
 logger = structlog.get_logger(__name__)
 
 SlabFile = Callable[[int, str], tuple[int, int]]
-"""A slab's or extent's id and a tenant to a descriptor of it, ours to close, and its size.
+"""(id of a slab or extent, tenant) -> (descriptor, size); the caller closes the descriptor.
 
 Raises KVStoreError.
 """
 
 TakeRing = Callable[[Session, Request, Bytes], None]
-"""Given a session, its request, and the memory of the ring. Raises KVStoreError."""
+"""(session, request, memory of the ring). Raises KVStoreError."""
 
 Answer = Callable[[Session, Request, bytes], Generator[Packet, None, None]]
-"""A call's session, head and message to the packets of its answer, errors among them."""
+"""(session, head, message of a call) -> packets of the answer, errors included."""
 
 
 @dataclass(slots=True, eq=False)
@@ -83,28 +83,28 @@ class _Peer:
     since: float
     session: Session | None = None
     challenge: Challenge | None = None
-    """Of its hello, until it is answered."""
+    """From its hello, until it is answered."""
     staging: Staging | None = None
-    """What it attached."""
+    """The memory that it attached."""
 
 
 class Staging:
-    """A session's *memory*, and which of its pages were written: to read another would allocate it,
-    and the server would pay.
+    """A session's *memory*, and which of its pages were written: reading an unwritten page would
+    allocate it at the server's expense.
 
-    It has seals that keep what was written, so that no page is looked up twice. Thread-safe.
+    Its seals prevent holes from returning, so each page is checked once. Thread-safe.
     """
 
     def __init__(self, memory: mmap.mmap, descriptor: int) -> None:
         self.memory: Bytes = np.frombuffer(memory, np.uint8)
         self._descriptor = os.dup(descriptor)
         self._known = np.zeros(-(-len(memory) // mmap.PAGESIZE), np.bool_)
-        self._lock = threading.Lock()  # guards the two above, also during a look
+        self._lock = threading.Lock()  # guards the two above, also during lseek
 
     def part(self, offset: int, size_bytes: int) -> Bytes:
-        """Return a part of it; what lies outside has no bytes.
+        """Return a part of the memory, cut at its end.
 
-        Raises InvalidRequestError for what was never written.
+        Raises InvalidRequestError for a part that was never written.
         """
         is_inside = 0 < size_bytes <= len(self.memory) - offset
         if is_inside and not self._has(offset, size_bytes):
@@ -125,21 +125,21 @@ class Staging:
         return False
 
     def close(self) -> None:
-        """Close the descriptor; nothing more is looked up. Call once."""
+        """Close the descriptor. Call once."""
         with self._lock:
             os.close(self._descriptor)
             self._descriptor = -1
 
 
 class UnixServer:
-    """Listen on *path*, check who connects, hand out *files*, take in staging memory, answer calls.
+    """Listen on *path*, check peers, share *files*, attach staging memory, answer calls.
 
-    *authorizer* records what was given and refused. Up to *threads* wait for messages side by side:
-    the one that gets a message answers it, so that no call is handed to another thread. The end of
-    the connection that brought a session's memory closes the session; connections that joined it
-    are for calls only, answered in order. Of peers without a session there are at most
-    ``sessions.limit``; connections and staging memory have *max_descriptors* in all. ``tick`` is
-    called a few times a second. Raises InvalidRequestError when another server listens on *path*.
+    *authorizer* records grants and refusals. Up to *threads* threads wait for messages; the one
+    that receives a message answers it, so that no call changes threads. The end of the connection
+    that attached a session's memory closes the session; connections that joined it are for calls
+    only, answered in order. At most ``sessions.limit`` peers may be without a session; connections
+    and staging memory use at most *max_descriptors* in total. ``tick`` is called a few times a
+    second. Raises InvalidRequestError when another server listens on *path*.
     """
 
     def __init__(
@@ -160,10 +160,10 @@ class UnixServer:
         self._max_descriptors = max_descriptors
         self.take_ring: TakeRing | None = None
         self.answer: Answer | None = None
-        """Answers calls; while it is None they are refused."""
+        """Answers calls; they are refused while it is None."""
         self._peers: dict[int, _Peer] = {}
         self._staging: dict[int, Staging] = {}
-        # Guards the two above and the counts below, for moments only.
+        # Guards the two above and the counts below; held briefly.
         self._lock = threading.Lock()
         self._listener = listen(path)
         self._poll = select.epoll()
@@ -172,10 +172,10 @@ class UnixServer:
         self._poll.register(self._wakeup, select.EPOLLIN)
         self._closed = threading.Event()
         self._threads: list[threading.Thread] = []
-        """Those that serve; one is started when no other waits for messages."""
+        """Serving threads; one is started when no other waits for messages."""
         self._begun = self._waiting = 0
         self._no_thread_until_s = 0.0
-        """Before that no more are started: the system gave none."""
+        """No thread is started before this time, after the system refused one."""
         self._begin_thread()
 
     def _begin_thread(self) -> None:
@@ -189,7 +189,7 @@ class UnixServer:
         thread = threading.Thread(target=self._run, name=f"unix-{number}", daemon=True)
         try:
             thread.start()
-        except RuntimeError as error:  # the system gives no more: those there are serve on
+        except RuntimeError as error:  # the system refuses more: the others serve on
             with self._lock:
                 self._begun -= 1
                 self._waiting -= 1
@@ -201,20 +201,20 @@ class UnixServer:
         self._threads.append(thread)
 
     def staging(self, session_id: int) -> Staging:
-        """Return the session's staging memory. Raises InvalidRequestError if it brought none."""
+        """Return the session's staging memory. Raises InvalidRequestError without one."""
         staging = self._staging.get(session_id)
         if staging is None:
             raise InvalidRequestError("session_id", session_id, "attach staging memory first")
         return staging
 
     def is_alive(self) -> bool:
-        """Whether every serving thread lives."""
+        """Whether all serving threads are alive."""
         return all(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """Stop serving, hang up on every peer and remove the socket. Idempotent.
+        """Stop serving, close all connections and remove the socket. Idempotent.
 
-        A call that still sleeps out its deadline is waited for only a moment.
+        A call that still waits for its deadline delays this by at most _END_WITHIN_S.
         """
         if self._closed.is_set():
             return
@@ -226,14 +226,14 @@ class UnixServer:
         self._poll.unregister(self._wakeup)
         with self._lock:
             for peer in self._peers.values():
-                with suppress(OSError):  # closed below, or by the thread that is at work for it
+                with suppress(OSError):  # closed below, or by the thread that serves it
                     peer.connection.shutdown(socket.SHUT_RDWR)
         while ended := self._poll.poll(0):
             for descriptor, _ in ended:
                 self._serve(descriptor)
         self._listener.close()
         self.path.unlink(missing_ok=True)
-        # A thread that is still at work does not wait again, and finds them closed.
+        # A thread that still runs does not poll again, and finds them closed.
         self._poll.close()
         os.close(self._wakeup)
 
@@ -245,7 +245,7 @@ class UnixServer:
                 with self._lock:
                     self._waiting -= 1
                     is_last = not self._waiting
-                if is_last:  # another waits for messages in its place
+                if is_last:  # start another thread to wait
                     self._begin_thread()
                 if descriptor == self._listener.fileno():
                     self._accept()
@@ -259,10 +259,10 @@ class UnixServer:
             connection, _ = self._listener.accept()
             connection.setblocking(False)
         except BlockingIOError:
-            return  # the peer is gone again
+            return  # the peer has disconnected
         except OSError as error:
             logger.warning("cannot accept", server="unix", reason=str(error))
-            self._closed.wait(_ACCEPT_AGAIN_S)  # out of descriptors: some may be closed meanwhile
+            self._closed.wait(_ACCEPT_AGAIN_S)  # out of descriptors: wait until some are closed
             return
         finally:
             with suppress(OSError, ValueError):  # closing
@@ -286,7 +286,7 @@ class UnixServer:
             return
         try:
             self._poll.register(connection, _ONCE)
-        except (OSError, ValueError):  # no room for more, or closing
+        except (OSError, ValueError):  # epoll is full, or closing
             self._hang_up(peer)
 
     def _has_room(self, descriptors: int) -> bool:
@@ -294,17 +294,17 @@ class UnixServer:
         return used + descriptors <= self._max_descriptors
 
     def tick(self) -> None:
-        """Hang up on peers that never attached, and on those whose session ended."""
+        """Disconnect peers that did not attach in time, and those whose session ended."""
         oldest = self._clock() - _ATTACH_WITHIN_S
-        with self._lock:  # a peer leaves the table before its number can be another file's
+        with self._lock:  # a peer leaves the table before its descriptor can be reused
             for peer in self._peers.values():
                 is_over = peer.session.is_closed if peer.session else peer.since < oldest
                 if is_over:
-                    with suppress(OSError):  # wakes the thread that closes it, behind an answer
+                    with suppress(OSError):  # wakes a thread that closes it, after any answer
                         peer.connection.shutdown(socket.SHUT_RD)
 
     def _serve(self, descriptor: int) -> None:
-        """Answer what came from a peer; calls that were sent ahead wake no thread each."""
+        """Answer the messages of a peer; pipelined calls do not wake a thread each."""
         peer = self._peers.get(descriptor)
         if peer is None:
             return
@@ -329,7 +329,7 @@ class UnixServer:
     # --- messages
 
     def _take(self, peer: _Peer, message: bytes, descriptors: list[int], flags: int) -> bool:
-        """False when the peer hung up or is to be hung up on."""
+        """Process a message; return False when the connection must be closed."""
         request: Request | None = None
         try:
             if not message:
@@ -357,7 +357,7 @@ class UnixServer:
 
     def _refuse(self, peer: _Peer, request: Request | None, error: KVStoreError) -> None:
         logger.info("refused", method="unix", reason=str(error))
-        if request is not None:  # or else it is noise, which nobody wants written down
+        if request is not None:  # else noise, which is not audited
             method = _METHODS.get(request.op, _ATTACH)
             self._authorizer.note_on(peer.session, method, type(error).__name__, 0, _ORIGIN)
         is_denied = isinstance(error, UnauthenticatedError | PermissionDeniedError)
@@ -386,14 +386,14 @@ class UnixServer:
     def _send_file(self, peer: _Peer, request: Request) -> None:
         session = self._admitted(peer, request.op)
         if request.op is Op.extent and "write" not in session.roles:
-            # As the server's user it can open the file anew through /proc, for writing too.
+            # It runs as the server's user and could reopen the file through /proc for writing.
             raise PermissionDeniedError("Extent: this session may not write, and gets copies")
         file = self._files.get(request.op)
         if file is None:
             raise InvalidRequestError("op", request.op.name, "this server shares no files")
         try:
             descriptor, size_bytes = file(request.arg, session.tenant)
-        except OSError as error:  # maybe out of descriptors: no reason to end the session
+        except OSError as error:  # perhaps out of descriptors: the session goes on
             raise TierUnavailableError(request.op.name, f"cannot be opened: {error}") from None
         try:
             reply = pack_reply(Reply.ok, size_bytes)
@@ -406,7 +406,7 @@ class UnixServer:
         session = peer.session
         if session is None or session.is_closed:
             raise UnauthenticatedError(f"{op.name}: attach with a session that is open first")
-        # The calls that lead to it count for the tenant's rate, it does not.
+        # Only the calls that lead to it count for the tenant's rate.
         self._authorizer.admit_on(session, _METHODS[op], is_counted=False)
         return session
 
@@ -457,20 +457,20 @@ class UnixServer:
             self._poll.unregister(peer.connection)
         peer.connection.close()
         if session is not None and staging is not None:
-            # A commit that runs holds its own reference to the mapping until it is done.
+            # A running commit holds its own reference to the mapping.
             staging.close()
             self._sessions.close(session.session_id)
 
 
 def _proven(peer: _Peer, request: Request) -> Session:
-    """Return the session of the peer's hello, once: its next proof needs another."""
+    """Return the session of the peer's hello, once: the next proof needs another hello."""
     challenge, peer.challenge = peer.challenge, None
     if challenge is None or not hmac.compare_digest(challenge.proof(request.op), request.token):
         raise UnauthenticatedError("say hello, and prove that the session is yours")
     session = challenge.session
     if session.is_closed:
         raise UnauthenticatedError("the session ended; open another")
-    if not session.roles & {"read", "write"}:  # another server's, an admin's
+    if not session.roles & {"read", "write"}:  # a peer's or an admin's
         raise PermissionDeniedError("Attach: this session may neither read nor write")
     return session
 
@@ -486,7 +486,7 @@ def is_trusted(connection: socket.socket) -> bool:
 def listen(path: Path) -> socket.socket:
     """Return a listening SOCK_SEQPACKET socket at *path*, for this user only.
 
-    Raises InvalidRequestError when the path cannot be used or another server listens there.
+    Raises InvalidRequestError when the path is unusable or another server listens there.
     """
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
     try:
@@ -523,17 +523,17 @@ def _make_folder(folder: Path) -> None:
 
 
 def _is_swappable(folder: Path, owners: set[int]) -> bool:
-    """Whether others than *owners* can put something else in the place of an entry."""
+    """Whether users other than *owners* can replace an entry of *folder*."""
     found = folder.stat()
     is_open = found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not found.st_mode & stat.S_ISVTX
     return bool(is_open) or found.st_uid not in owners
 
 
 def _trusted_owners() -> set[int]:
-    """Return this user and root, under the number that stands for it in this user namespace."""
+    """Return the uids of this user and of root as seen in this user namespace."""
     root = 0
     ranges = [line.split() for line in _UID_MAP.read_text().splitlines()]
-    if ranges and all(int(first) for first, *_ in ranges):  # root has no number here
+    if ranges and all(int(first) for first, *_ in ranges):  # root is not mapped
         root = int(_OVERFLOW_UID.read_text())
     return {os.geteuid(), root}
 
@@ -546,6 +546,6 @@ def _refuse_second_server(path: Path) -> None:
         except ConnectionRefusedError:
             return  # left behind by a server that was killed
         except BlockingIOError:
-            pass  # so many wait there already that we would have to
+            pass  # the backlog is full: a server listens
     fix = "another server listens there; stop it or choose --socket"
     raise InvalidRequestError("socket_path", str(path), fix)

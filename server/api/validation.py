@@ -1,4 +1,4 @@
-"""Checks: from messages to values that hold. The store has no part in it."""
+"""Validation of messages, independent of the store."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ from kvstore.server.store.store import Store
 MAX_DEADLINE_MS = 600_000
 MAX_REPORTED_MS = 3600e3
 _SUM_SLACK = 1.01
-"""Attention weights of a row sum up to 1, in sixteen bits or so."""
+"""Tolerance for attention weights of a row, which sum up to 1, in 16-bit precision."""
 
 
 def require(is_met: object, field: str, value: object, fix: str) -> None:
@@ -59,7 +59,7 @@ def require(is_met: object, field: str, value: object, fix: str) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Checks:
-    """Checks messages against limits; server/settings/settings.py has what each is for.
+    """Validates messages against limits, which server/settings/settings.py documents.
 
     ``clock`` returns monotonic seconds.
     """
@@ -70,18 +70,18 @@ class Checks:
     clock: Callable[[], float]
 
     def deadline(self, deadline_ms: int) -> float:
-        """Return the point in time *deadline_ms* from now; 0 means the default."""
+        """Return the time *deadline_ms* from now; 0 means the default."""
         if deadline_ms > MAX_DEADLINE_MS:
             raise InvalidRequestError("deadline_ms", deadline_ms, f"at most {MAX_DEADLINE_MS}")
         return self.clock() + (deadline_ms or self.default_deadline_ms) / 1000
 
     def durable(self, store: Store) -> None:
-        """Refuse a durable put where nothing survives a restart."""
+        """Refuse a durable put if no tier survives a restart."""
         fix = "start the server with a disk tier whose codec loses nothing"
         require(store.durable, "durable", True, fix)
 
     def keys(self, session: Session, digests: bytes) -> list[ChunkKey]:
-        """Return the session's keys of packed digests."""
+        """Return the keys of packed digests in the session's namespace."""
         return keys_of_digests(digests, session.namespace, self.max_batch_chunks)
 
     def batch(self, field: str, count: int) -> None:
@@ -90,7 +90,7 @@ class Checks:
             raise InvalidRequestError(field, count, f"at most {self.max_batch_chunks}")
 
     def ranges(self, ranges: Sequence[pb.FrameRange], count: int) -> None:
-        """Refuse ranges that are empty, of chunks that are not in the request, or too many."""
+        """Refuse ranges that are empty, of chunks outside the request, or too many."""
         self.batch("ranges", len(ranges))
         for one in ranges:
             if one.index >= count or one.start >= one.stop:
@@ -104,11 +104,12 @@ class Checks:
         shard: ChunkShard | None,
         streamed_bytes: int | None = None,
     ) -> tuple[ChunkInfo, ChunkPart | None]:
-        """Return *info* if *session* may put that chunk; of a *shard* that of its chunk, and it.
+        """Return *info* if *session* may put the chunk; for a *shard* the info of its chunk, and
+        the part.
 
-        *streamed_bytes* is what the stream says that the frame has. Raises ModelError for
-        a key of another namespace, LayoutMismatchError for tensors of another model,
-        InvalidRequestError for a size that cannot be, UnknownCodecError.
+        *streamed_bytes* is the frame's size as the stream states it. Raises ModelError for a key of
+        another namespace, LayoutMismatchError for tensors of another model, InvalidRequestError for
+        a wrong size, UnknownCodecError.
         """
         size_bytes, part = info.size_bytes, None
         if streamed_bytes not in (None, size_bytes):
@@ -137,10 +138,7 @@ class Checks:
     def reserved(
         self, session: Session, request: pb.ReserveRequest
     ) -> list[tuple[ChunkInfo, ChunkPart | None]]:
-        """Return what a Reserve needs room for; all of it or an error.
-
-        A part comes with the info of the chunk that it is of.
-        """
+        """Return the chunks and parts of a Reserve; a part with the info of its chunk."""
         keys = self.keys(session, request.digests)
         parents = split_digests(request.parents, self.max_batch_chunks)
         counts = {len(keys), len(parents), len(request.frame_bytes), len(request.layout)}
@@ -163,7 +161,7 @@ class Checks:
         return min(MAX_ASKED_CHUNKS, self.max_batch_chunks)
 
     def question(self, session: Session, request: pb.ResolveRequest) -> Question:
-        """Return the question of *request*. Raises InvalidRequestError that names what is wrong."""
+        """Return the query of *request*. Raises InvalidRequestError."""
         count, tag, variants = len(request.segments), request.tag, request.max_variants
         require(1 <= count <= MAX_SEGMENTS, "segments", count, f"give 1 to {MAX_SEGMENTS}")
         total, most = sum(len(one.tokens) for one in request.segments), self._most_blended
@@ -214,9 +212,9 @@ class Checks:
         request: pb.ReportReuseRequest,
         tokens_of: Callable[[Sequence[ChunkKey]], Sequence[int]],
     ) -> Report:
-        """Return what *request* reports of variants; *tokens_of* has 0 for what is none.
+        """Return the report of *request*; *tokens_of* returns 0 for keys that are no variants.
 
-        Raises InvalidRequestError that names what cannot be.
+        Raises InvalidRequestError.
         """
         count, digests = len(request.chunks), [one.digest for one in request.chunks]
         most = self._most_blended
@@ -257,7 +255,7 @@ def outcomes(results: Sequence[PutResult]) -> dict[str, Any]:
 
 
 def _check_report_tag(tag: str, is_compared: bool) -> str:
-    """Return *tag*; one of lossy copies is to name a codec, if a comparison came with it."""
+    """Return *tag*; a tag of lossy copies must name a codec if the report has a comparison."""
     head, is_of_codec, codec = tag.partition(f"{ACCURACY_TAG}:")
     if (is_of_codec and not head) or (tag == ACCURACY_TAG and is_compared):
         known = boundless_codecs()
@@ -268,7 +266,7 @@ def _check_report_tag(tag: str, is_compared: bool) -> str:
 
 
 def _measured(message: pb.ChunkReport, tokens: int) -> tuple[Measured, Scores | None]:
-    """Return what is reported of a chunk, and a score by token: deviation times attention, -1
+    """Return the measurements of a chunk, and a score by token: deviation times attention, -1
     where the deviation was not measured."""
     scores, mean = None, UNKNOWN
     if packed := message.deviations:

@@ -1,7 +1,7 @@
-"""The PeerServer: what this server does for others of the fleet, within bounds.
+"""The PeerServer: bounded service for other servers of the fleet.
 
-Others get what is in CPU memory and nothing else: no load is begun for them, no copy made, and
-no policy counts it, as a server that reads a chunk often keeps it itself.
+Peers only read CPU memory: their requests begin no load or copy, and no policy counts them, as a
+server that reads a chunk often keeps it itself.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _SPAN = attrgetter("index", "start", "stop")
 
 
 class PeerServer:
-    """Answers finds and gets of peers from CPU memory, within *limits* for all of them together.
+    """Answers finds and gets of peers from CPU memory, within *limits* for all of them in total.
 
     Thread-safe.
     """
@@ -41,7 +41,7 @@ class PeerServer:
     def admitted(self, size_bytes: int = 0) -> Iterator[None]:
         """Count a request of *size_bytes* while it is answered.
 
-        Raises QuotaExceededError when there are too many or too many bytes are under way.
+        Raises QuotaExceededError when too many requests or bytes are in flight.
         """
         limits = self._limits
         with self._lock:
@@ -64,15 +64,15 @@ class PeerServer:
                 self._under_way_bytes -= size_bytes
 
     def find(self, request: pb.FindRequest) -> pb.FindResponse:
-        """Return what is known of the requested chunks in memory. Raises InvalidRequestError."""
+        """Return the requested chunks that are in memory. Raises InvalidRequestError."""
         keys = keys_of(request, self._limits.max_batch_chunks)
         self._counters.add("peer_asked_chunks", len(keys))
         return found_rows(self._catalog.infos_on(self._cpu.name, keys))
 
     def parts(self, request: pb.GetRequest) -> Generator[LayerPart, None, None]:
-        """Yield the requested frames in memory up to the first that is not there, or their ranges.
+        """Yield the requested frames in memory, or their ranges, up to the first missing one.
 
-        Their memory is lent until the generator ends. Raises InvalidRequestError.
+        The parts are valid until the generator ends. Raises InvalidRequestError.
         """
         limit = self._limits.max_batch_chunks
         keys = keys_of(request, limit)

@@ -1,6 +1,6 @@
-"""The requests of the bulk channel: gets of clients and servers, puts, what another server finds.
+"""The requests of the bulk channel: gets of clients and peers, puts, finds of peers.
 
-The same as the gRPC service's Get and Put; only the bytes move otherwise.
+As the gRPC service's Get and Put, but with another transport.
 """
 
 from __future__ import annotations
@@ -38,46 +38,46 @@ if TYPE_CHECKING:
     from kvstore.server.telemetry.tracing import Tracing
 
 GUEST_GET_S = 60.0
-"""What a guest's get takes at most."""
+"""Time limit of a guest's get."""
 REFUSED_S = 2.0
-"""For a client whose put was refused to read why; what it sends meanwhile is dropped."""
+"""Time for a client to read why its put was refused; bytes that it sends meanwhile are dropped."""
 REFUSED_BYTES = 64 << 20
 REASONS_CHARS = 3 << 18
-"""Of all frames of a put, so that one message has them."""
+"""Limit for the reasons of all frames of a put, so that one message holds them."""
 YIELD_S = 0.001
 YIELD_WITHIN_S = 0.01
-"""Before a part for another server, when one of this one's own clients was just sent one."""
+"""A part for a peer waits YIELD_S if an own client was sent one within this time."""
 METHODS = {"get": "Get", "find": "Lookup", "put": "Put"}
 """The service's method for each kind of request, in the audit log."""
 
 
 @dataclass(slots=True, eq=False)
 class Caller:
-    """Whose stream it is, from the address *origin*."""
+    """The caller on a stream, from the address *origin*."""
 
     wire: FramedSocket
     session: Session
     origin: str
     guest: pb.StreamAttach | None = None
-    """What lets a client of a peer in; None: it is the peer itself, or a client of this server."""
+    """Credentials of a client of a peer; None: the peer itself, or a client of this server."""
     is_served: bool = False
     sending: Sending | None = None
-    """A get whose reader takes nothing: it waits without a thread, under its lease."""
+    """A get whose reader has stalled: it waits without a thread, under its lease."""
     until: float = 0.0
-    """When that has lasted too long."""
+    """When the stalled get is ended."""
     context: Context = field(default_factory=copy_context)
-    """Of the get: its trace goes on in whatever thread does."""
+    """Context of the get, for its trace in any thread."""
 
     @property
     def is_client(self) -> bool:
-        """Whether it is of an engine, not of another server."""
+        """Whether it is an engine's, not another server's."""
         return self.guest is not None or not self.session.is_peer
 
 
 class BulkService:
     """Each call answers one request, in the caller's thread. Thread-safe.
 
-    It raises when the stream is of no use any more.
+    A call raises when the stream must be closed.
     """
 
     def __init__(
@@ -96,10 +96,10 @@ class BulkService:
         self._store = store
         self._checks = checks
         self._client_sent_at = -math.inf
-        """When one of this server's own clients was last sent a part."""
+        """When a part was last sent to an own client."""
 
     def is_over(self, caller: Caller) -> bool:
-        """Whether its session has ended, or the time that a guest was given."""
+        """Whether the caller's session, or a guest's grant, has ended."""
         guest = caller.guest
         until_s = math.inf if guest is None else caller.session.opened_at + guest.until_s
         return caller.session.is_closed or self.clock() >= until_s
@@ -113,7 +113,7 @@ class BulkService:
     def get(self, caller: Caller, message: pb.StreamMessage) -> Sending:
         """Answer a get with frames, in order, up to the first missing or late one, or with parts.
 
-        Their memory is in use no more at its end.
+        At its end their memory is no longer in use.
         """
         request, is_peer = message.get, caller.session.is_peer
         if bool(request.key_namespace) != is_peer:
@@ -124,7 +124,7 @@ class BulkService:
             parts, deadline = self._parts(caller, request)
             if not is_peer:
                 about = self._traced("Get")
-            elif caller.guest is None:  # guests are bounded by their threads, as other clients
+            elif caller.guest is None:  # guests are bounded by the threads for clients
                 about = self.peer_server.admitted(GET_BYTES)
             first_bytes = bulk.MAX_PAYLOAD_BYTES
             if caller.is_client and _is_whole(request):
@@ -145,7 +145,7 @@ class BulkService:
     def _parts(
         self, caller: Caller, request: pb.GetRequest
     ) -> tuple[Generator[LayerPart, None, None], float]:
-        """Return what is sent, and by when: to another server, or its client, what is in memory."""
+        """Return the parts to send and the deadline; peers and guests get memory only."""
         if not caller.session.is_peer:
             deadline = self._checks.deadline(request.deadline_ms)
             get = GetStream(self._store, self._checks, caller.session, request, deadline)
@@ -169,7 +169,7 @@ class BulkService:
     # --- finds and puts
 
     def find(self, caller: Caller, message: pb.StreamMessage) -> None:
-        """Report to another server what is in memory."""
+        """Return to a peer which chunks are in memory."""
         if caller.guest is not None or not caller.session.is_peer:
             raise PermissionDeniedError("find: only servers ask for it; clients look up over gRPC")
         try:
@@ -183,7 +183,7 @@ class BulkService:
             self._answer(caller, "Lookup", 0, answer)
 
     def put(self, caller: Caller, message: pb.StreamMessage) -> None:
-        """Have the frames of a put sent, and store them where they are received."""
+        """Receive and store the frames of a put."""
         if caller.guest is not None or caller.session.is_peer:
             raise PermissionDeniedError("put: only clients of this server put here")
         request, wire = message.put, caller.wire
@@ -194,7 +194,7 @@ class BulkService:
             stream = PutStream(self._store, self._checks, request)
             with self._traced("Put"), closing(stream):
                 wire.send(pb.StreamMessage(request=message.request, ready=True))
-                # From here on frames are on their way, and only the end of the stream ends them.
+                # From here on the client sends frames, which only closing the stream stops.
                 has_begun = True
                 receive_put(wire, message, stream, self.sessions)
                 results = stream.finish()
@@ -215,7 +215,7 @@ class BulkService:
         answer = pb.StreamMessage(request=message.request, stored=stored)
         self._answer(caller, "Put", len(results), answer)
 
-    # --- all of them
+    # --- all requests
 
     def _traced(self, method: str) -> AbstractContextManager[None]:
         return nullcontext() if self.tracing is None else self.tracing.call(method, "tcp")
@@ -235,7 +235,7 @@ class BulkService:
         outcome: str = "OK",
     ) -> None:
         self.note(caller, method, outcome, frames)
-        caller.wire.set_timeout(bulk.SILENCE_S)  # of a get it has how much came in time
+        caller.wire.set_timeout(bulk.SILENCE_S)  # past the deadline it reports how much was sent
         caller.wire.send(answer)
 
     def _refuse(self, caller: Caller, message: pb.StreamMessage, error: KVStoreError) -> None:
@@ -245,5 +245,5 @@ class BulkService:
 
 
 def _is_whole(request: pb.GetRequest) -> bool:
-    """Whether frames come from their first byte to their last, one after the other."""
+    """Whether the get is for whole frames in order."""
     return not (request.ranges or request.layer_major)

@@ -1,9 +1,9 @@
-"""The bulk channel: TCP connections over which other servers read this one's memory, and clients
-get and put frames.
+"""The bulk channel: TCP connections over which peers read this server's memory, and clients get
+and put frames.
 
 One thread waits on all idle connections; other threads answer requests. Each connection that has
-not attached yet has a thread of its own to be slow with. Clients, guests of other servers among
-them, have a pool of threads, and so have gets whose reader takes more after it had stalled.
+not attached yet has its own thread. Clients, including guests of peers, share a pool of threads;
+gets that resume after a stall have another.
 """
 
 from __future__ import annotations
@@ -35,23 +35,23 @@ from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, join_endpoint, parse_endpoint
 
 HELLO_S = 4.0
-"""For the handshake and the first word."""
+"""Time for the handshake and the first message."""
 MAX_STRANGERS = 64
-"""Connections that have not attached. For one more the first of those goes that came
-from the address with the most: none keeps the others out."""
+"""Connections that have not attached. For one more, the oldest from the address with the most is
+closed, so that no address blocks the others."""
 MAX_CLIENT_STREAMS = 512
-"""And half of all at most, so that other servers find room."""
+"""At most half of all streams, so that peers can connect."""
 STREAMS_PER_SESSION = 16
 GUEST_STREAMS_PER_SESSION = 128
-"""Of the clients of one other server, all together."""
+"""Streams of all clients of one peer."""
 MAX_STREAMS = 1024
-"""And an eighth of the descriptors that are left, at most."""
+"""At most an eighth of the remaining descriptors."""
 MAX_WAITING_GETS = 64
-"""Gets that hold their lease until a reader goes on; that of a further one loses its connection."""
+"""Stalled gets that hold their lease; the connection of a further one is closed."""
 END_THREADS = 4
-"""For the end of gets whose reader takes nothing: it may wait for a tier."""
+"""Threads that end stalled gets: that may wait for a tier."""
 ATTACH_BYTES = 256
-"""Of the first header at most: it comes before anybody is known."""
+"""Limit of the first header, which arrives before authentication."""
 _SWEEP_S = 0.5
 
 logger = structlog.get_logger(__name__)
@@ -60,9 +60,9 @@ logger = structlog.get_logger(__name__)
 class BulkServer:
     """Serves gets of peers, and gets and puts of clients, at ``config.bulk``.
 
-    ``address`` is what they connect to, with ``*`` for the host when every interface is bound.
-    It is in plain text, with no ``certificate``, where only this machine can reach it. Raises
-    InvalidRequestError when the address cannot be had.
+    ``address`` is the address to connect to, with ``*`` for the host when every interface is bound.
+    On loopback it is in plain text, with no ``certificate``. Raises InvalidRequestError when the
+    address is not available.
     """
 
     def __init__(self, config: Settings, service: BulkService, most_streams: int) -> None:
@@ -79,11 +79,11 @@ class BulkServer:
         self._clock = service.clock
         self._streams: set[Caller] = set()
         self._strangers: dict[socket.socket, str] = {}
-        """Where each came from, the oldest first."""
+        """Address of each, the oldest first."""
         self._back: list[Caller] = []
-        """Answered, and to be waited for again."""
+        """Answered streams to wait on again."""
         self._clients_served = 0
-        """Calls of clients that are answered now."""
+        """Calls of clients in progress."""
         self._closed = False
         # Guards the four above.
         self._lock = threading.Lock()
@@ -92,17 +92,17 @@ class BulkServer:
         self._workers = ThreadPoolExecutor(config.limits.peer_requests + 1, "stream-work")
         self._for_clients = ThreadPoolExecutor(config.workers, "stream-client")
         self._resumed = ThreadPoolExecutor(config.workers, "stream-resumed")
-        """For clients' gets whose reader takes more again: new ones do not hold them up."""
+        """Resumes clients' stalled gets, which new ones must not delay."""
         self._ending = ThreadPoolExecutor(END_THREADS, "stream-ending")
         self._thread = threading.Thread(target=self._run, name="stream-plane", daemon=True)
         self._thread.start()
 
     def is_alive(self) -> bool:
-        """Whether the thread that waits for all of them lives."""
+        """Whether the waiting thread is alive."""
         return self._thread.is_alive()
 
     def close(self) -> None:
-        """Hang up on everybody. Idempotent."""
+        """Close all connections. Idempotent."""
         with self._lock:
             if self._closed:
                 return
@@ -127,7 +127,7 @@ class BulkServer:
         self._listener.close()
         os.close(self._wakeup)
 
-    # --- the thread that waits
+    # --- the waiting thread
 
     def _run(self) -> None:
         with selectors.DefaultSelector() as waiting:
@@ -161,9 +161,9 @@ class BulkServer:
                 self._serve_client(key.data)
 
     def _serve_client(self, stream: Caller) -> None:
-        """Hang up when all threads are at work: who is slow to take or to send keeps them so.
+        """Serve a client, or hang up when all threads are busy, which slow peers can cause.
 
-        The client goes on over gRPC then.
+        The client then falls back to gRPC.
         """
         with self._lock:
             is_full = self._clients_served >= self._client_threads
@@ -178,7 +178,7 @@ class BulkServer:
         try:
             link, address = self._listener.accept()
         except OSError:
-            # Gone again, or no descriptor is left: tried again at once it would fail for ever.
+            # Disconnected, or out of descriptors: an immediate retry would fail for ever.
             waiting.unregister(self._listener)
             return
         try:
@@ -201,7 +201,7 @@ class BulkServer:
             try:
                 self._hellos.submit(self._welcome, link, origin, self._clock() + HELLO_S)
                 return
-            except RuntimeError:  # the system gives no thread
+            except RuntimeError:  # the system refuses a thread
                 with self._lock:
                     strangers.pop(link, None)
         link.close()
@@ -220,13 +220,13 @@ class BulkServer:
                 waiting.unregister(key.fileobj)
                 if stream.sending is None:
                     self._drop(stream)
-                else:  # which may wait for a tier
+                else:  # may wait for a tier
                     self._ending.submit(self._end, stream)
 
-    # --- threads that answer
+    # --- serving threads
 
     def _welcome(self, link: socket.socket, origin: str, until: float) -> None:
-        """Shake hands, and attach a connection by its first message."""
+        """Do the handshake, and attach a connection by its first message."""
         stream: Caller | None = None
         try:
             link.settimeout(HELLO_S)
@@ -272,7 +272,7 @@ class BulkServer:
         return stream
 
     def _take_room(self, stream: Caller) -> None:
-        """Count it from now on: two who come at once do not both have the last place."""
+        """Check the limits and add the stream in one step, so that none is exceeded."""
         session = stream.session
         most = STREAMS_PER_SESSION if stream.guest is None else GUEST_STREAMS_PER_SESSION
         with self._lock:
@@ -286,7 +286,7 @@ class BulkServer:
             self._streams.add(stream)
 
     def _serve(self, stream: Caller) -> None:
-        """Answer one request, or go on with a get; hang up after one that is wrong."""
+        """Answer one request, or resume a get; hang up after an invalid one."""
         stream.is_served, stays = True, False
         is_new, method = stream.sending is None, "Get"
         try:
@@ -298,12 +298,12 @@ class BulkServer:
             with known_errors(f"stream {method}"):
                 if is_new:
                     self._answer(stream, message, kind)
-                if stream.sending is not None:  # until it ends, or its reader takes nothing
+                if stream.sending is not None:  # until it ends or its reader stalls
                     stream.until = stream.context.run(next, stream.sending, 0.0)
                     stream.sending = stream.sending if stream.until else None
             stays = self._may_wait(stream)
         except KVStoreError as error:
-            if not isinstance(error, TierUnavailableError):  # it hung up, which it may
+            if not isinstance(error, TierUnavailableError):  # else it disconnected
                 name = type(error).__name__
                 logger.info("refused", method="stream", error=name, reason=str(error))
                 self.service.note(stream, method, name, 0)
@@ -317,7 +317,7 @@ class BulkServer:
             self._wait_again(stream)
 
     def _may_wait(self, stream: Caller) -> bool:
-        """Whether it may hold its lease until its reader goes on, beside others that do."""
+        """Whether it may hold its lease until its reader resumes."""
         if stream.sending is None:
             return True
         with self._lock:
@@ -325,7 +325,7 @@ class BulkServer:
         return waiting < MAX_WAITING_GETS
 
     def _answer(self, stream: Caller, message: pb.StreamMessage, kind: str) -> None:
-        """Answer a request; what a get sends is iterated by ``_serve``."""
+        """Answer a request; ``_serve`` iterates over the parts of a get."""
         if kind == "get":
             stream.context = copy_context()
             stream.sending = self.service.get(stream, message)
@@ -333,11 +333,11 @@ class BulkServer:
             self.service.put(stream, message)
         elif kind == "find":
             self.service.find(stream, message)
-        elif kind != "cancel":  # of a get that had ended meanwhile
+        elif kind != "cancel":  # a late cancel is ignored
             raise InvalidRequestError("kind", kind, "ask for gets and puts")
 
     def _end(self, stream: Caller) -> None:
-        """End what it was sent, with its lease, and hang up."""
+        """End its get, with the lease, and hang up."""
         sending, stream.sending = stream.sending, None
         try:
             if sending is not None:

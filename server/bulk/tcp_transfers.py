@@ -1,4 +1,4 @@
-"""Bytes of one request over a stream: parts sent from where they lie, or received where they stay.
+"""Zero-copy transfers of one request over a stream.
 
 Each is used once, by one thread at a time.
 """
@@ -20,15 +20,15 @@ from kvstore.server.security.sessions import SessionTable
 from kvstore.server.store.reads import LayerPart
 
 FIRST_PART_BYTES = 1 << 16
-"""Of a frame for a client: it learns from that where the rest goes, which is not copied then."""
+"""Size of a frame's first part for a client, whose header tells it where the rest goes."""
 
 
 TAKES_S = 0.05
-"""A thread waits so long for a reader to take more; then the reader's connection waits without."""
+"""Time a thread waits for a slow reader before it parks the connection."""
 
 Sending: TypeAlias = Generator[float, None, None]
-"""Sends as it is iterated. Yields when the reader takes nothing, and until when that may last;
-to go on, or to be closed, in any thread."""
+"""Sends while it is iterated. When the reader stalls it yields the time at which to end it;
+any thread may resume or close it."""
 
 
 def send_parts(
@@ -39,12 +39,12 @@ def send_parts(
     first_bytes: int,
     pause: Callable[[], None],
 ) -> Generator[float, None, int | None]:
-    """Send *parts* in answer to get number *request* until one does not come to its end, or the
-    reader wants no more. Return how many frames begin in them.
+    """Send *parts* in answer to get number *request* until the end or a cancel. Return how many
+    frames were begun.
 
-    None: the other end is gone or late, in the midst of a frame: nothing more can be sent.
-    *deadline* is on the clock of the wire; *pause* is called before each message. The first of a
-    frame has *first_bytes* at most. Each part's memory is in use no more when the next is taken.
+    None: the reader is gone or late within a frame: nothing more can be sent. *deadline* is on the
+    clock of the wire; *pause* is called before each message. The first message of a frame has at
+    most *first_bytes*. A part is no longer used when the next is taken.
     """
     frames = 0
     wire.set_timeout(TAKES_S, deadline)
@@ -81,7 +81,7 @@ def send_parts(
 def receive_put(
     wire: FramedSocket, message: pb.StreamMessage, stream: PutStream, sessions: SessionTable
 ) -> None:
-    """Receive the frames of put *message* where *stream* stores them.
+    """Receive the frames of put *message* directly into *stream*.
 
     Raises InvalidFrameError, InvalidRequestError, and as PutStream and FramedSocket do.
     """
@@ -103,7 +103,7 @@ def receive_put(
             raise InvalidFrameError("offset", wrong, "parts must follow each other")
         frames = part.index + 1
         session = sessions.get(session_id)
-        if not part.offset:  # the first of a frame, whose header decides where it stays
+        if not part.offset:  # the first part of a frame, with its header
             head = np.empty(size_bytes, np.uint8)
             wire.fill(head)
             stream.take(session, part.frame_bytes, head)

@@ -1,8 +1,8 @@
-"""The Directory: which other nodes hold a chunk in memory, by the shared Redis.
+"""The Directory: which other nodes hold a chunk in memory, through the shared Redis.
 
-Its answers are hints. A wrong entry costs a miss, as frames are verified wherever they come
-from. An entry is a set under the chunk's key, which the tenant's salt is in, of the incarnations
-that hold it: one that is not in the Membership is ignored.
+Its answers are hints. A wrong entry costs a miss, as all frames are verified. An entry is the set
+of incarnations that hold a chunk, under the chunk's key, which includes the tenant's salt; an
+incarnation that is not in the Membership is ignored.
 """
 
 from __future__ import annotations
@@ -30,25 +30,25 @@ from kvstore.server.tiering.breaker import Breaker
 from kvstore.tiers.redis_client import Call, RedisClient
 
 MAX_READ_KEYS = 512
-"""Keys of one round trip."""
+"""Keys per round trip."""
 MAX_HOLDERS = 8
-"""Holders of one chunk that are read, by chance when there are more."""
+"""Holders read per chunk, chosen at random when there are more."""
 BUCKETS = 16
-"""Entries are spread over so many hash slots, of each of which one script reads."""
+"""Hash slots that entries are spread over; one script reads each."""
 MAX_ANSWER_BYTES = 1 << 17
-"""Of one bucket: MAX_HOLDERS members of 20 characters for each of MAX_READ_KEYS."""
+"""Reply limit of one bucket: MAX_HOLDERS members of 20 characters for each of MAX_READ_KEYS."""
 BATCH_UPDATES = 1024
 """Entries written in one round trip."""
 MAX_PENDING = 1 << 16
-"""Updates that wait to be sent; further ones are dropped and counted."""
+"""Limit of queued updates; further ones are dropped and counted."""
 ENTRY_TTL_S = 3600
-"""An entry's life in Redis. It is repeated at half of it, so that it outlives its chunk."""
+"""TTL of an entry in Redis. It is renewed after half of it."""
 MAX_STALE_ENTRIES = 4096
 MAX_MEMBER_BYTES = 64
-"""Ours have 20; of what else lies there only so much is kept."""
+"""Ours have 20; foreign members are cut."""
 BEATS_PER_TTL = 4
 FLUSH_S = 0.05
-"""Updates wait so long for others to go with."""
+"""Time in which updates are batched."""
 
 _MEMBERS = b"""
 local rows = {}
@@ -59,7 +59,7 @@ for at = 1, #KEYS do
 end
 return table.concat(rows, '\\n')
 """
-"""A line for each key, in its order: its holders."""
+"""Returns a line per key, in order: its holders."""
 
 Holders = dict[ChunkKey, tuple[NodeAddress, ...]]
 
@@ -67,10 +67,10 @@ logger = structlog.get_logger(__name__)
 
 
 class Directory:
-    """Who holds which chunks in memory: announces this node's, finds others'. Thread-safe.
+    """Announces the chunks in this node's memory, and finds those of others. Thread-safe.
 
-    All names in Redis begin with *prefix*. Redis may be down at any time: then nobody is found, and
-    updates wait, bounded. Closes *link* as it is closed. *clock* returns monotonic seconds.
+    All names in Redis begin with *prefix*. While Redis is down no holder is found, and updates
+    wait in a bounded queue. Owns *link*. *clock* returns monotonic seconds.
     """
 
     def __init__(
@@ -95,13 +95,13 @@ class Directory:
         self._membership = Membership(link, prefix, me, limits.directory_ttl_ms)
         self._limit = limits.directory_chunks
         self._held: OrderedDict[ChunkKey, float] = OrderedDict()
-        """When each key that this node holds was last announced, the oldest first."""
+        """Time of the last announcement of each key that this node holds, the oldest first."""
         self._pending: OrderedDict[ChunkKey, None] = OrderedDict()
-        """Keys whose entries are still to be written."""
+        """Keys whose entries must be written."""
         self._lock = threading.Lock()  # guards the two above
         self._lost_at = -math.inf
         self._unknown: dict[tuple[ChunkKey, bytes], float] = {}
-        """Members of entries that no living node is, since when; changed without a lock."""
+        """Members of entries without a living node, and since when; changed without a lock."""
         self._nodes: Mapping[bytes, NodeAddress] = {}
         self._undelivered: list[ChunkKey] = []
         self._beat_at = -math.inf
@@ -115,7 +115,7 @@ class Directory:
     def holders(self, keys: Sequence[ChunkKey], deadline_s: float) -> Holders:
         """Return which other living nodes hold each of *keys*, in any order.
 
-        Takes *deadline_s* seconds at most. Keys that nobody holds are left out, and so are all once
+        Takes at most *deadline_s* seconds. Keys without holders are left out, and all keys once
         Redis does not answer: never raises.
         """
         nodes = self._living()
@@ -136,9 +136,9 @@ class Directory:
         return found
 
     def _living(self) -> Mapping[bytes, NodeAddress]:
-        """Return the other nodes by their names in entries; none when Redis was silent for long."""
+        """Return the other nodes by their names in entries; none without a recent beat."""
         is_fresh = self._clock() - self._beat_at < self._ttl_s
-        return self._nodes if is_fresh else {}  # else all of them may be gone
+        return self._nodes if is_fresh else {}  # all may be gone
 
     def _read(
         self,
@@ -161,7 +161,7 @@ class Directory:
         for some, reply in zip(by_bucket.values(), replies, strict=True):
             rows = reply.split(b"\n") if isinstance(reply, bytes) else []
             for key, row in zip(some, rows if len(rows) == len(some) else (), strict=False):
-                if row not in known:  # those of a chain are mostly alike
+                if row not in known:  # rows of a chain are mostly equal
                     members = row.split()
                     others = [one for one in members if one not in nodes and one != self._member]
                     known[row] = tuple(nodes[one] for one in members if one in nodes), others
@@ -177,26 +177,26 @@ class Directory:
     # --- announcing
 
     def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: object = None) -> None:
-        """Copies became visible on *tier*; those in memory are announced."""
+        """Announce copies that became visible in memory."""
         if tier == "cpu":
             self.announce([info.key for info in infos])
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
-        """A copy is gone from *tier*."""
+        """Withdraw a copy that was removed from memory."""
         if tier == "cpu":
             self.withdraw((key,))
 
     def announce(self, keys: Sequence[ChunkKey]) -> None:
-        """This node holds *keys* in memory from now on. Never blocks."""
+        """Announce that this node holds *keys* in memory. Never blocks."""
         with self._lock:
             dropped = sum(not self._hold(key) for key in keys)
         self._count_dropped(dropped)
         self._wake.set()
 
     def withdraw(self, keys: Sequence[ChunkKey]) -> None:
-        """This node holds *keys* in memory no longer. Never blocks.
+        """Announce that this node no longer holds *keys* in memory. Never blocks.
 
-        An entry whose update finds no room ends by its lifetime, as it is not repeated.
+        An entry whose update is dropped expires, as it is not renewed.
         """
         with self._lock:
             known = [key for key in keys if self._held.pop(key, None) is not None]
@@ -223,20 +223,20 @@ class Directory:
         return has_room
 
     def _put_back(self, keys: Sequence[ChunkKey]) -> None:
-        """Have *keys*, whose updates did not arrive, wait again, in half of the room."""
+        """Queue *keys* again, whose updates failed, within half of the limit."""
         with self._lock:
             dropped = sum(not self._queue(key, MAX_PENDING // 2) for key in keys)
         self._count_dropped(dropped)
 
     def _take(self) -> list[tuple[ChunkKey, bool]]:
-        """Take the keys that wait longest, and whether this node holds each now."""
+        """Return a batch of the oldest queued keys, and whether this node holds each now."""
         with self._lock:
             count = min(BATCH_UPDATES, len(self._pending))
             keys = [self._pending.popitem(last=False)[0] for _ in range(count)]
             return [(key, key in self._held) for key in keys]
 
     def _repeat(self) -> None:
-        """Announce again some of what Redis lost, or what was announced half a lifetime ago."""
+        """Renew some entries that Redis lost or that are half of their TTL old."""
         with self._lock:
             due = max(self._lost_at, self._clock() - ENTRY_TTL_S / 2)
             room = MAX_PENDING - len(self._pending)
@@ -246,10 +246,10 @@ class Directory:
                     break
                 self._hold(key)
 
-    # --- life
+    # --- lifecycle
 
     def start(self) -> None:
-        """Begin to beat and to write, in the background."""
+        """Start heartbeats and writes in the background."""
         self._thread.start()
 
     def close(self) -> None:
@@ -270,7 +270,7 @@ class Directory:
             elif not self._failure:
                 self._try(self._flush)
             left_s = max(0.0, next_beat - self._clock())
-            if self._failure:  # try again at the next beat, not at every update
+            if self._failure:  # retry at the next beat, not at every update
                 self._stopping.wait(left_s)
             elif self._wake.wait(left_s):
                 self._wake.clear()
@@ -279,7 +279,7 @@ class Directory:
             self._membership.leave()
 
     def _try(self, work: Callable[[], None]) -> None:
-        """Do *work*; log once when it begins to fail, and when it works again."""
+        """Run *work*; log once when it begins to fail, and once when it recovers."""
         try:
             work()
         except KVStoreError as error:
@@ -297,12 +297,12 @@ class Directory:
         self._beat_at = self._clock()
         self._nodes = {_member(one.incarnation): one for one in self._membership.living}
         if was_forgotten:
-            self._lost_at = self._clock()  # all are announced again, as they find room
+            self._lost_at = self._clock()  # all are announced again, batch by batch
         self._put_back(self._undelivered)
         self._undelivered = []
         if self._membership.state is not before:
             self._log_state(self._membership.state, self._membership.rival)
-        # Of nodes that were unknown for so long that none has just come.
+        # Remove members that have been unknown for a full TTL: none is a new node.
         due, unknown = self._clock() - self._ttl_s, self._unknown.copy()
         back = [one for one in unknown if one[1] in self._nodes]
         dead = [one for one, since in unknown.items() if since <= due and one[1] not in self._nodes]
@@ -324,7 +324,7 @@ class Directory:
         )  # fmt: skip
 
     def _flush(self) -> None:
-        """Send what waits; what does not arrive waits on. Raises TierUnavailableError."""
+        """Send queued updates; failed ones stay queued. Raises TierUnavailableError."""
         while self._membership.state is MembershipState.known and not self._stopping.is_set():
             self._repeat()
             if not (updates := self._take()):
@@ -351,7 +351,7 @@ class Directory:
         self._counters.add("directory_words", len(updates) - len(lost))
 
     def report(self) -> pb.Directory:
-        """Return the state of this node, and which others it knows."""
+        """Return the state of this node, and the other living nodes."""
         nodes = sorted(self._living().values(), key=lambda node: node.node_id)
         return pb.Directory(
             node_id=self.me.node_id,
@@ -365,7 +365,7 @@ class Directory:
 
 
 def _member(incarnation: int) -> bytes:
-    """Return the name of *incarnation* in sets: a signed number, which Redis keeps packed."""
+    """Return the name of *incarnation* in sets: a signed number, which Redis stores compactly."""
     return b"%d" % (incarnation - (incarnation >> 63 << 64))
 
 
@@ -377,7 +377,7 @@ def open_directory(
     counters: Counters,
     clock: Callable[[], float],
 ) -> Directory:
-    """Return the directory, not yet started. *bulk_address* is empty without a bulk channel."""
+    """Return the directory, not started. *bulk_address* is empty without a bulk channel."""
     assert config.redis_url is not None
     host = config.advertise or parse_endpoint(config.listen)[0]
     host = f"[{host}]" if ":" in host else host

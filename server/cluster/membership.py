@@ -1,8 +1,8 @@
-"""The Membership: which nodes live, by the shared Redis, and how to reach them.
+"""The Membership: which nodes are alive and their addresses, through the shared Redis.
 
-Each node writes itself into a few hashes that lie on different masters of a Cluster, over and
-over; one script per hash does that, drops nodes that were silent for too long and answers with all
-others. Time is the clock of the server that runs the script: those of the nodes do not matter.
+Each node periodically writes itself into a few hashes on different masters of a Cluster; one script
+per hash does that, drops nodes past their TTL and returns all others. Times are on the clock of the
+Redis server: the clocks of the nodes do not matter.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvstore.tiers.redis_client import Call, RedisClient
 MAX_NODES = 1024
 MAX_ADDRESS_CHARS = 128
 MAX_ANSWER_BYTES = 1 << 20
-"""Of one hash: a row of each of MAX_NODES nodes has at most 400 bytes."""
+"""Reply limit of one hash: a row of each of MAX_NODES nodes has at most 400 bytes."""
 
 _TAGS = (b"0", b"1", b"3")
-"""What the names of the hashes with every node's address are hashed by: slots 13907, 9842 and 1584,
-of three thirds. A node is known while half of those that answer know it."""
+"""Hash tags of the hashes with node addresses: slots 13907, 9842 and 1584, one in each third. A
+node is known while half of the hashes that answer contain it."""
 
 _BEAT = b"""
 local clock = redis.call('TIME')
@@ -58,8 +58,8 @@ else
 end
 return {state, mine or '', living}
 """
-"""KEYS: the hash. ARGV: node id, its ttl in ms, incarnation, addresses, most nodes. A row is
-``stamp ttl incarnation addresses``; a stamp from the future, which another master left, is now."""
+"""KEYS: the hash. ARGV: node id, its TTL in ms, incarnation, addresses, most nodes. A row is
+``stamp ttl incarnation addresses``; a stamp in the future, from another master, is set to now."""
 
 _LEAVE = b"""
 local row = redis.call('HGET', KEYS[1], ARGV[1])
@@ -74,7 +74,7 @@ _NODE_ID = re.compile(r"[A-Za-z0-9_.:\[\]-]{1,128}")
 
 @dataclass(frozen=True, slots=True)
 class NodeAddress:
-    """A node of the fleet. ``incarnation`` is another number after each of its starts.
+    """A node of the fleet. ``incarnation`` changes with every start.
 
     ``grpc_address`` is host:port, ``bulk_address`` tcp://host:port, or empty without that channel.
     """
@@ -97,7 +97,7 @@ class NodeAddress:
 
     @classmethod
     def parse(cls, node_id: bytes, row: bytes) -> NodeAddress | None:
-        """Return the node of a *row* of the hash; None for a row that is not valid."""
+        """Return the node of a *row* of the hash; None for an invalid row."""
         try:
             _, incarnation, grpc, bulk = row.decode().split(" ")
             return cls(node_id.decode(), int(incarnation), "" if bulk == "-" else bulk, grpc)
@@ -106,7 +106,7 @@ class NodeAddress:
 
 
 class MembershipState(Enum):
-    """Of a node in the directory."""
+    """State of this node in the directory."""
 
     unknown = "not in the directory yet"
     known = "in the directory"
@@ -115,7 +115,7 @@ class MembershipState(Enum):
 
 
 class Membership:
-    """This node's place among the others, who live until they are silent for *ttl_ms*."""
+    """This node's membership, and the other nodes that have sent a beat within their TTL."""
 
     def __init__(self, link: RedisClient, prefix: str, me: NodeAddress, ttl_ms: int) -> None:
         self._link = link
@@ -126,14 +126,14 @@ class Membership:
         self._row = (node_id, b"%d" % ttl_ms, incarnation, places.encode(), b"%d" % MAX_NODES)
         self.state = MembershipState.unknown
         self.rival: NodeAddress | None = None
-        """Who has this node's id, if that is known."""
+        """The node with this node's id, if known."""
         self.living: Sequence[NodeAddress] = ()
         """The other nodes; replaced as a whole."""
 
     def beat(self) -> bool:
-        """Write that this node lives and read which others do. Raises TierUnavailableError.
+        """Renew this node and read the other living ones. Raises TierUnavailableError.
 
-        Return whether a server had forgotten it, and so may have lost entries.
+        Return whether a server had lost this node, and so may have lost entries.
         """
         calls: list[Call] = [(name, (b"EVAL", _BEAT, 1, name, *self._row)) for name in self._names]
         try:
@@ -160,7 +160,7 @@ class Membership:
                     fix = "a stranger's answer; see what lies at its hashes"
                     raise TierUnavailableError("redis", f"{self._link.url}: {fix}")
         self.living = [one for one in living if one and one.incarnation != self._incarnation]
-        # Most of the answers decide: a hash that lost its rows lets anybody in.
+        # The majority decides: a hash that lost its rows accepts any node.
         was_known = self.state is MembershipState.known
         for state in (MembershipState.taken, MembershipState.full):
             if 2 * states.count(state.name.encode()) > len(states) - (not was_known):
@@ -172,11 +172,11 @@ class Membership:
         return b"new" in states
 
     def leave(self) -> None:
-        """Take this node out, so that others know at once. Raises TierUnavailableError."""
+        """Remove this node, so that others know at once. Raises TierUnavailableError."""
         self._link.ask([(name, (b"EVAL", _LEAVE, 1, name, *self._leave)) for name in self._names])
 
 
 def is_full(link: RedisClient) -> TierUnavailableError:
-    """Return the error of a Redis without room."""
+    """Return the error of a Redis that is out of memory."""
     fix = "raise its maxmemory, or let it evict (maxmemory-policy allkeys-lru)"
     return TierUnavailableError("redis", f"{link.url}: Redis is full; {fix}")

@@ -1,4 +1,4 @@
-"""What is remembered of chunks, on a tier or evicted, also over a restart, and their classes."""
+"""The access history of chunks, present or evicted, which survives a restart, and their classes."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.reuse_statistics import AGE_BINS, DensityTable
 
 MAX_CLASSES = 1024
-"""Numbers of classes; a chunk that would need another is of its coarser class."""
+"""Limit of classes; beyond it a chunk is counted in its coarser class."""
 
 MAX_GROUPS = 8
-"""Groups of their own; the others are one."""
+"""Groups with separate statistics; all others share one."""
 
 HINTS = 3
-"""Hints of the reuse of a chunk: 0 none, 1 discard, 2 keep."""
+"""Reuse hints of a chunk: 0 none, 1 discard, 2 keep."""
 
 _FREQUENCIES = 3
 _TURNS = 5
 _LENGTHS = 3
 OWNS = (MAX_GROUPS + 2) * HINTS * 2
-"""What may be a chunk's own is below this."""
+"""Upper bound of the values of *own*."""
 
 COARSER = 1 << 31
-"""Set in the code of a coarser class; the rest is its number."""
+"""Flag of the code of a coarser class; the rest is its number."""
 
 _COARSER_CLASSES = _FREQUENCIES * HINTS * 2
 _CONTEXTS = _TURNS * _LENGTHS * _FREQUENCIES
@@ -45,28 +45,28 @@ _SHORT_TOKENS, _LONG_TOKENS = 1_000, 16_000
 
 
 class ChunkClasses:
-    """Numbers of classes, given at first sight.
+    """Numbers classes on first use.
 
-    A class is: how often the chunk was asked for (1, 2, more), the turn of its conversation (0,
-    1, 2, 3 to 5, more), how long the prompt was (below 1 k, below 16 k tokens, more), and what
-    is the chunk's *own*: its group, the hint of its reuse, and whether it is the end of a prompt
-    that fills no chunk: ``(group x HINTS + hint) x 2 + end``. The coarser class has frequency,
-    hint and end only.
+    A class is: the number of requests for the chunk (1, 2, more), the turn of its conversation (0,
+    1, 2, 3 to 5, more), the length of the prompt (below 1 k, below 16 k tokens, more), and the
+    chunk's *own* properties: its group, its reuse hint, and whether it is the end of a prompt that
+    fills no chunk: ``(group x HINTS + hint) x 2 + end``. The coarser class has frequency, hint and
+    end only.
     """
 
     def __init__(self, chunk_tokens: int) -> None:
         self.count = _COARSER_CLASSES
-        """Numbers given; those of the coarser classes come first, without any chunk."""
+        """Classes in use; the coarser classes come first, also without chunks."""
         self.coarse = np.zeros(MAX_CLASSES, np.intp)
-        """The number of the coarser class of each."""
+        """The coarser class of each class."""
         self.coarse[:_COARSER_CLASSES] = np.arange(_COARSER_CLASSES)
         self._numbers = np.full(OWNS * _CONTEXTS, _UNKNOWN, np.uint16)
         self._ends = [_SHORT_TOKENS / chunk_tokens, _LONG_TOKENS / chunk_tokens]
         self.groups: dict[int, int] = {}
-        """Numbers of the groups that have one of their own, in their order."""
+        """Numbers of the groups with separate statistics, in order."""
 
     def group(self, group: int) -> int:
-        """Return the number of a group: 0 for 0, then one each, then one for all others."""
+        """Return the number of a group: 0 for 0, then one per group, then one for all others."""
         if not group:
             return 0
         if group not in self.groups and len(self.groups) < MAX_GROUPS:
@@ -74,11 +74,11 @@ class ChunkClasses:
         return self.groups.get(group, MAX_GROUPS + 1)
 
     def context(self, turn: int, chunks: int) -> int:
-        """Return what chunks have in common that were asked for in one prompt."""
+        """Return the part of the class code that all chunks of one prompt share."""
         return _CODE_OF_TURN[turn] + bisect_right(self._ends, chunks) * _FREQUENCIES
 
     def contexts(self, turns: NDArray[np.uint8], chunks: NDArray[np.uint16]) -> NDArray[np.intp]:
-        """Return the ``context`` of each."""
+        """Return the ``context`` of each chunk."""
         lengths = np.searchsorted(self._ends, chunks, side="right")
         return (_TURN_OF[turns] * _LENGTHS + lengths) * _FREQUENCIES
 
@@ -97,7 +97,7 @@ class ChunkClasses:
         return numbers
 
     def codes(self) -> NDArray[np.intp]:
-        """Return by number what ``number`` takes for it; coarser classes have COARSER in it."""
+        """Return the code of each class, as ``number`` takes it; coarser ones contain COARSER."""
         found = np.zeros(self.count, np.intp)
         codes = np.flatnonzero(self._numbers != _UNKNOWN)
         found[self._numbers[codes]] = codes
@@ -105,7 +105,7 @@ class ChunkClasses:
         return found
 
     def number(self, code: int) -> int:
-        """Return the number of what ``codes`` has. Raises InvalidRequestError."""
+        """Return the number of a class by its code. Raises InvalidRequestError."""
         if code & COARSER:
             return code & ~COARSER
         if not 0 <= code < len(self._numbers):
@@ -123,15 +123,15 @@ class ChunkClasses:
 
 
 class SteadyClock:
-    """Seconds that stand still while the caller's go back, and then go on with them."""
+    """A monotonic clock over one that may jump back: it stands still until time goes on."""
 
     def __init__(self) -> None:
         self.latest_s = -np.inf
-        """What ``time_s`` returned last."""
+        """The last result of ``time_s``."""
         self._ahead_s = 0.0
 
     def time_s(self, now_s: float) -> float:
-        """Return the time at the caller's *now_s*: not before any that was returned."""
+        """Return the time at the caller's *now_s*, never before an earlier result."""
         time_s = now_s + self._ahead_s
         if time_s < self.latest_s:
             self._ahead_s += self.latest_s - time_s
@@ -141,10 +141,10 @@ class SteadyClock:
 
 
 class RefreshReport(NamedTuple):
-    """What was asked for between two refreshes.
+    """Chunks requested between two refreshes.
 
-    ``rows`` of what was known of it and ``ages_s`` how long each had waited; ``chunks`` counts
-    all, known or not, of ``requests`` prompts.
+    ``rows`` are the known ones and ``ages_s`` the time since the previous request of each;
+    ``chunks`` counts all, known or not, of ``requests`` prompts.
     """
 
     rows: Rows
@@ -155,13 +155,13 @@ class RefreshReport(NamedTuple):
 
 
 FIRST_REFRESH_REQUESTS, REFRESH_REQUESTS = 50, 100
-"""Requests between two refreshes of the table, at most: of the first 2000, and later."""
+"""Most requests between two refreshes of the table: among the first 2000, and later."""
 
 REFRESH_S = 30.0
-"""Seconds between two refreshes; then there are requests enough for one."""
+"""Time after which a refresh is due with fewer requests."""
 
 LEAST_REFRESH_REQUESTS = 10
-"""Requests between two refreshes, at least: more than a refresh has steps."""
+"""Least requests between two refreshes: more than the steps of a refresh."""
 
 _FIRST_REQUESTS = 2_000
 _MOST = 255
@@ -170,12 +170,11 @@ _COLUMNS = ("last_s", "hits", "classes", "flops", "turns", "chunks", "own")
 
 
 class InsertInfo(NamedTuple):
-    """What is known of a chunk when it is stored; hints were checked before.
+    """Properties of a chunk when it is stored, with validated hints.
 
-    ``tokens_full`` is False for an end of a prompt that fills no chunk; ``flops`` are what its
-    prefill costs, 0 for unknown; ``group`` any number for a tenant or category, 0 for none;
-    ``reuse`` 0 for nothing, 1 for "discard", 2 for "keep"; ``prompt_chunks`` how long the prompt
-    is, 0 for unknown.
+    ``tokens_full`` is False for the end of a prompt that fills no chunk; ``flops`` is the cost of
+    its prefill, 0: unknown; ``group`` a number for a tenant or category, 0: none; ``reuse`` 0:
+    none, 1: "discard", 2: "keep"; ``prompt_chunks`` the length of the prompt, 0: unknown.
     """
 
     tokens_full: bool = True
@@ -186,44 +185,44 @@ class InsertInfo(NamedTuple):
 
 
 NO_INFO = InsertInfo()
-"""Nothing is known of the chunk."""
+"""All unknown."""
 
 
 class AccessHistory:
-    """Columns by row of what is remembered of a chunk, and the table that learns from it.
+    """Access statistics of chunks in columns by row, and the table learnt from them.
 
-    A row is a chunk's from its first ``seen_chain`` to ``forget_all``, evicted or not: what is
-    here no more still teaches what was worth keeping. Its owner bounds the rows, and reports an
-    event here before it does to the policies. Not thread-safe: the owner locks. Memory: 23 bytes
-    a row, and the table.
+    A row belongs to a chunk from its first ``seen_chain`` to ``forget_all``, evicted or not:
+    evicted chunks show what was worth keeping. The owner bounds the rows, and reports each event
+    here before it does to the policies. Not thread-safe: the owner locks. Memory: 23 bytes a row,
+    and the table.
     """
 
     def __init__(self, chunk_tokens: int = 256) -> None:
-        """Remember chunks of *chunk_tokens* tokens. Raises InvalidRequestError."""
+        """A full chunk has *chunk_tokens* tokens. Raises InvalidRequestError."""
         if chunk_tokens < 1:
             raise InvalidRequestError("chunk_tokens", chunk_tokens, "at least 1")
         self.last_s = np.zeros(1)
-        """When each was last asked for, in the time of ``time_s``."""
+        """Time of the last request of each, on the clock of ``time_s``."""
         self.hits = np.zeros(1, np.uint8)
-        """How often each was asked for, 1 for the first sight, up to 255; 0 for unknown rows."""
+        """Requests of each, with the first put as 1, at most 255; 0 for unknown rows."""
         self.classes = np.zeros(1, np.uint16)
-        """By number."""
+        """Class numbers."""
         self.flops = np.zeros(1)
-        """Of the prefill of each; 0 for unknown."""
+        """FLOPs of the prefill of each; 0: unknown."""
         self.turns = np.zeros(1, np.uint8)
-        """The turn of the conversation in which each was last asked for, from 0."""
+        """Turn of the conversation at the last request of each, from 0."""
         self.chunks = np.zeros(1, np.uint16)
-        """How long the prompt was in which each was last asked for, in chunks."""
+        """Length of the prompt at the last request of each, in chunks."""
         self.own = np.zeros(1, np.uint8)
         """See ChunkClasses."""
         self.kinds = ChunkClasses(chunk_tokens)
         self.table = DensityTable(self.kinds.coarse)
         self.on_hint: list[Callable[[Rows], None]] = []
-        """Called with the rows whose class changed by a hint, after it did."""
+        """Called with rows after a hint changed their class."""
         self.on_refresh: list[Callable[[RefreshReport], None]] = []
         """Called after each refresh."""
         self._asked: list[tuple[Rows, NDArray[np.float64]]] = []
-        """What was asked for since the last report, and how long each had waited."""
+        """Rows requested since the last report, and the age of each."""
         self._chunks = 0
         self._clock = SteadyClock()
         self.time_s = self._clock.time_s
@@ -231,16 +230,15 @@ class AccessHistory:
         self._refreshed_at = 0
         self._refreshed_s = -np.inf
         self._steps: Iterator[None] = iter(())
-        """What is left of the last refresh: a step with each of the next requests."""
+        """Remaining steps of the last refresh, one per request."""
 
     # --- events
 
     def requested(self, rows: Rows, chunks: int, now_s: float) -> None:
-        """A prompt of *chunks* chunks is looked up, of which those of *rows* are known.
+        """Record a lookup of a prompt of *chunks* chunks, whose first chunks are *rows*.
 
-        They are the first of it, in order; rows of which nothing is known are left out. It is
-        the next turn of the prompt that the last of them was asked for in, if it begins with all
-        of that but its end. Now and then the table is refreshed.
+        Unknown rows are skipped. The prompt is the next turn of the one in which the last of *rows*
+        was requested if it begins with all of that but its end. Refreshes the table when due.
         """
         time_s, rows = self.time_s(now_s), self._known(rows)
         if len(rows):
@@ -264,7 +262,7 @@ class AccessHistory:
                 watcher(report)
 
     def _known(self, rows: Rows) -> Rows:
-        """Return those of which something is remembered, each once."""
+        """Return the known ones of *rows*, each once."""
         if not len(rows):
             return rows
         hits = self.hits.take(rows, mode="clip")
@@ -289,11 +287,11 @@ class AccessHistory:
         self.table.wait(classes, time_s)
 
     def seen_chain(self, rows: Rows, parent: int, facts: InsertInfo, now_s: float) -> None:
-        """Chunks are stored of which each continues the one before, the first *parent*.
+        """Record the put of a chain of chunks that continues *parent*.
 
-        *parent* may be NO_ROW or unknown. The first sight of a chunk counts as an asking, in the
-        context of *parent*; of a known one only the facts are taken, as it was asked for before.
-        ``tokens_full`` is of the last.
+        *parent* may be NO_ROW or unknown. The first put of a chunk counts as a request, in the
+        context of *parent*; for a known one, which was requested before, only the facts are taken.
+        ``tokens_full`` applies to the last.
         """
         if not len(rows):
             return
@@ -311,7 +309,7 @@ class AccessHistory:
             self._meet(_distinct(fresh), parent, facts, time_s)
 
     def _meet(self, rows: Rows, parent: int, facts: InsertInfo, time_s: float) -> None:
-        """Begin to remember chunks that came in the context of *parent*."""
+        """Begin to track chunks in the context of *parent*."""
         kinds, turn = self.kinds, self.turns.item(parent)
         own = 0
         if facts.group or facts.reuse:
@@ -319,7 +317,7 @@ class AccessHistory:
         chunks = min(facts.prompt_chunks or self.chunks.item(parent) or len(rows), _MOST_CHUNKS)
         context = kinds.context(turn, chunks)
         kind = kinds.number(own * _CONTEXTS + context)
-        # Of what is unknown every column is 0.
+        # All columns of unknown rows are 0.
         if own:
             self.own[rows] = own
         if turn:
@@ -333,7 +331,7 @@ class AccessHistory:
         self.table.wait(self.classes[rows], time_s)
 
     def hint(self, rows: Rows, reuse: int) -> None:
-        """Chunks have another hint from now on."""
+        """Set the reuse hint of chunks."""
         rows, kinds = self._known(rows), self.kinds
         rows = rows[self.own[rows] // 2 % HINTS != reuse]
         if not len(rows):
@@ -349,7 +347,7 @@ class AccessHistory:
             follower(rows)
 
     def forget_all(self, rows: Rows) -> None:
-        """Each row will be another chunk's, or none's."""
+        """Forget the chunks of *rows*, which may be reused."""
         rows = self._known(rows)
         if not len(rows):
             return
@@ -357,14 +355,14 @@ class AccessHistory:
         for name in _COLUMNS:
             getattr(self, name)[rows] = 0
 
-    # --- questions
+    # --- queries
 
     def hits_of(self, row: int) -> int:
-        """Return how often a row was asked for; 0 for unknown ones."""
+        """Return the requests of a row; 0 for unknown ones."""
         return self.hits.item(row) if row < len(self.hits) else 0
 
     def flops_of(self, row: int) -> float:
-        """Return what the prefill of a row costs; 0 for unknown."""
+        """Return the FLOPs of the prefill of a row; 0: unknown."""
         return self.flops.item(row) if row < len(self.flops) else 0.0
 
     def reuse_of(self, row: int) -> int:
@@ -376,7 +374,7 @@ class AccessHistory:
         return row < len(self.own) and self.own.item(row) % 2 == 1
 
     def reach(self, row: int) -> None:
-        """Let there be a place for *row*. The last place is always empty."""
+        """Grow the columns to include *row*. The last place is always empty."""
         if row + 1 < len(self.hits):
             return
         count = row + 1 - len(self.hits) + spare_rows(row)
@@ -407,23 +405,23 @@ CHUNK = np.dtype(
         ("zeros", "V2"),
     ]
 )
-"""What is kept of a chunk. ``age_s``: since it was asked for; ``left_s``: to live, 0 for ever."""
+"""A saved chunk. ``age_s``: time since its last request; ``left_s``: time to live, 0: unlimited."""
 
 CLASS = np.dtype([("code", "<u4"), ("asked", "<f4", AGE_BINS), ("forgotten", "<f4", AGE_BINS)])
-"""What is kept of a class: how many of its chunks were asked for, or forgotten, by bin of age."""
+"""A saved class: how many of its chunks were requested, or forgotten, by bin of age."""
 
 MAX_CHUNKS = 1 << 19
-"""Of more, those that left longest ago are not kept. 32 MiB of them."""
+"""Limit of saved chunks, 32 MiB; the earliest evicted are dropped."""
 
 _SAVED = ("flops", "chunks", "hits", "turns", "own")
 _MERGED_AT = 512
-"""Chunks that waited are counted at so many times, not each at its own."""
+"""Restored chunks are grouped into this many distinct ages."""
 
 
 @dataclass(frozen=True, slots=True)
 class SavedHistory:
     """``names``: tenant and category by group number, from 1; ``groups``: the numbers of those
-    with statistics of their own, in order. ``classes`` are of dtype CLASS, ``chunks`` of CHUNK.
+    with separate statistics, in order. ``classes`` are of dtype CLASS, ``chunks`` of CHUNK.
     """
 
     names: Sequence[tuple[str, str]]
@@ -435,7 +433,7 @@ class SavedHistory:
     def of(
         cls, names: Sequence[tuple[str, str]], history: AccessHistory, rows: Rows, now_s: float
     ) -> SavedHistory:
-        """Return what *history* knows; the chunks are those of *rows*, without their keys."""
+        """Return the state of *history*; the chunks are those of *rows*, without their keys."""
         time_s = history.time_s(now_s)
         history.table.settle(time_s)
         chunks = np.zeros(len(rows), CHUNK)
@@ -449,7 +447,7 @@ class SavedHistory:
         return cls(names, tuple(history.kinds.groups), classes, chunks)
 
     def fill(self, history: AccessHistory, rows: Rows, now_s: float) -> None:
-        """Let an empty *history* know it, chunks under *rows*. Raises InvalidRequestError."""
+        """Restore into an empty *history*, chunks under *rows*. Raises InvalidRequestError."""
         time_s = history.time_s(now_s)
         for group in self.groups:
             history.kinds.group(group)

@@ -1,4 +1,4 @@
-"""Evict what promises the fewest hits per second and byte, as learnt from what is remembered."""
+"""Evict the chunk with the fewest expected hits per second and byte, learnt from the history."""
 
 from __future__ import annotations
 
@@ -18,54 +18,54 @@ from kvstore.server.eviction.policy import Rows
 from kvstore.server.eviction.reuse_statistics import EDGES_S, bins_of
 
 BUDGET = 0.005
-"""Hits that may be lost to LRU, as a share of what is asked for. What a change back to LRU finds
-gone is lost besides, and not known before: so there is nothing on top of that share. A smaller
-share is used up by less than one prompt of a small cache, and then nothing more is learnt."""
+"""Hits that may be lost against LRU, as a share of requested chunks. A switch back to LRU loses
+further chunks, an unknown number, so nothing is added to that share. Less than one prompt of a
+small cache uses up a smaller share, and then nothing more is learnt."""
 
 WARM_REQUESTS = 100
-"""Requests from which to learn before anything is done otherwise than LRU does it."""
+"""Requests to learn from before the policy departs from LRU."""
 
 WINDOW_CHUNKS = 1 << 18
-"""Of what was asked for before these, half is forgotten."""
+"""After this many requested chunks, all earlier counts are halved."""
 
 CAP_S = 500e-6
-"""How long one decision may take, before those after it are made in LRU order."""
+"""Time limit of a decision; after it the rest is chosen in LRU order."""
 
 
 _EDGES_S: list[float] = EDGES_S.tolist()
 
 
 class LruSafeguard:
-    """Counts the hits of a policy and those that LRU would have had, and which of them is ahead.
+    """Compares the hits of a policy with those that LRU would have had.
 
-    LRU would have hit a chunk that waited no longer than the last of those it holds: its stack
-    distance (Mattson, Gecsei, Slutz and Traiger, IBM Systems Journal 9(2), 1970), with the counts
-    of those that wait for a stack. While the policy is behind by more than the budget it is to do
-    as LRU does, which costs no more hits, until the budget has grown by what was asked for since.
+    LRU would have hit a chunk no older than the oldest that it holds: its stack distance (Mattson,
+    Gecsei, Slutz and Traiger, IBM Systems Journal 9(2), 1970), with counts of waiting chunks in
+    place of a stack. While the policy is behind by more than the budget it must act as LRU, which
+    loses no more hits, until requests have increased the budget.
     """
 
     def __init__(self) -> None:
         self.hits = 0
-        """Chunks that were here when asked for, since the last ``judge``."""
+        """Requested chunks that were on the tier, since the last ``judge``."""
         self.lru_age_s = np.inf
-        """How long a chunk may have waited for LRU to have it still."""
+        """Age of the oldest chunk that LRU would still have."""
         self.share = 1.0
-        """How much of what is asked for and known was ever here."""
+        """Share of known requested chunks that were ever on this tier."""
         self.is_active = True
         self._requests = 0.0
         self._is_warm = False
-        """Whether there was something to learn from."""
+        """Whether WARM_REQUESTS were seen."""
         self._asked = 0.0
         self._behind = 0.0
 
     def judge(self, report: RefreshReport, mine: NDArray[np.bool_]) -> None:
-        """Take note of what was asked for since the last call, and of it what was ever here."""
+        """Record the requests since the last call; *mine* marks rows ever on this tier."""
         if len(mine):
             self.share += 0.1 * (max(float(mine.mean()), 0.01) - self.share)
         lru_hits = int(np.count_nonzero(report.ages_s[mine] <= self.lru_age_s))
         self._asked += report.chunks * self.share
         self._requests += report.requests
-        if not self.is_active:  # else the difference is no policy's doing
+        if not self.is_active:  # else the policy did not cause the difference
             self._behind += lru_hits - self.hits
         self.hits = 0
         if self._asked > WINDOW_CHUNKS:
@@ -77,12 +77,12 @@ class LruSafeguard:
 
 
 class VictimCursor:
-    """What *policy* evicts, one after the other, as far as it is read. Changes nothing.
+    """The victims of *policy* in order, computed lazily. Changes nothing.
 
-    Of the first and last of each queue the one that promises the least goes, of equals the one
-    used longest ago. A promise is the table's value of the class at the age, times the worth of
-    the row. An end is twice the class, and one more for the last. What lies behind one that was
-    taken is ranked with the next call, as most often it is the taken one's parent that goes next.
+    Of the first and last row of each queue the one of least value is next, of equals the least
+    recently used. The value is the table's value of the class at the age, times the worth of the
+    row. An end is twice the class, plus one for the last row. The row after a taken one is ranked
+    in the next call, as usually the taken one's parent is next.
     """
 
     def __init__(self, policy: HitDensityEviction, time_s: float, *, is_lru: bool) -> None:
@@ -92,7 +92,7 @@ class VictimCursor:
         """By end."""
         self._taken: set[int] = set()
         self._due: set[int] = set()
-        """Ends that may be another row."""
+        """Ends to rank again."""
         history, rows = policy._history, policy._queues.ends(policy._history.kinds.count)
         values = np.zeros(len(rows))
         if not is_lru:
@@ -100,8 +100,8 @@ class VictimCursor:
             values = history.table.values[history.classes[rows], ages]
             values *= np.frombuffer(policy._worth, np.float32)[rows]
         self._ranks = np.empty(len(rows), np.complex128)
-        """By end: what it promises, inf for nothing left, and when it was used: numpy compares
-        complex numbers by one after the other."""
+        """By end: its value, inf if empty, and its last use: numpy compares complex numbers by the
+        real part first."""
         self._ranks.real = np.where(rows > 0, values, np.inf)
         self._ranks.imag = np.frombuffer(policy._used, np.uint64)[rows]
         if is_lru:
@@ -118,7 +118,7 @@ class VictimCursor:
         self._ranks[end] = complex(value, policy._used[row])
 
     def take(self) -> int:
-        """Return what to evict next, which is not named again; NO_ROW where nothing is left."""
+        """Return the next victim, once; NO_ROW when none is left."""
         while True:
             for end in self._due:
                 self._rank(end)
@@ -128,19 +128,19 @@ class VictimCursor:
                 return NO_ROW
             self._due = {end}
             row = self._first(end)
-            if self._policy._used[row] == rank.imag:  # else it was taken from the other end
+            if self._policy._used[row] == rank.imag:  # else taken from the other end
                 self._taken.add(row)
                 return row
 
     def expose(self, row: int) -> None:
-        """Let a parent be a candidate, whose children were all named."""
+        """Make a parent a candidate, once all its children were taken."""
         kind = self._policy._kind(row)
         for end in (2 * kind, 2 * kind + 1):
             self._cursor(end).add(row)
             self._due.add(end)
 
     def fall_back(self) -> None:
-        """Name the rest by their last use only."""
+        """Rank the rest by their last use only."""
         self.is_lru = True
         values = self._ranks.real
         values[values < np.inf] = 0.0
@@ -160,7 +160,7 @@ class VictimCursor:
         return cursor
 
     def _first(self, end: int) -> int:
-        """Return the row that is left at an end; NO_ROW where there is none."""
+        """Return the row at an end; NO_ROW if there is none."""
         cursor = self._cursor(end)
         while (row := cursor.first) in self._taken:
             cursor.take()
@@ -168,16 +168,16 @@ class VictimCursor:
 
 
 class HitDensityEviction(LruEviction):
-    """Evict the leaf whose hits per second of residency, by class and age, are fewest a byte.
+    """Evict the leaf with the fewest hits per second of residency and byte, by class and age.
 
-    The table of the AccessHistory has what a chunk of a class promises at an age; here that is
-    times its worth by byte: tokens. Leaves of a class are queued by their last use, and both ends
-    of each queue are candidates: a victim costs numpy a look at them all. Where two promise the
-    same, the one used longest ago goes, so what knows nothing yet is leaf-LRU.
+    The table of the AccessHistory gives the value of a class at an age; it is multiplied by the
+    worth of a byte of the chunk, its tokens per byte. Leaves of a class are queued by their last
+    use, and both ends of each queue are candidates: numpy ranks them all for a victim. Of equals
+    the least recently used is evicted, so an untrained policy is leaf-LRU.
 
-    Ours, after LHD (Beckmann et al., NSDI 2018), with the tree, the queues and what is
-    remembered of evicted chunks added. A decision that takes longer than 500 us on *clock* (none
-    by default) ends in LRU order, and counts in ``fallbacks``. 31 bytes a row.
+    Ours, after LHD (Beckmann et al., NSDI 2018), with the tree, the queues and the history of
+    evicted chunks added. A decision that takes longer than 500 us on *clock* (none by default)
+    ends in LRU order, and counts in ``fallbacks``. 31 bytes a row.
     """
 
     def __init__(self, history: AccessHistory, clock: Callable[[], float] | None = None) -> None:
@@ -185,7 +185,7 @@ class HitDensityEviction(LruEviction):
         self._history = history
         self._clock = clock
         self._worth: array[float] = self._columns.add("f")
-        """By byte, up to a factor that is the same for all."""
+        """Worth per byte, up to a factor common to all."""
         self.fallbacks = 0
         self._guard = LruSafeguard()
         self._is_full = False
@@ -217,14 +217,14 @@ class HitDensityEviction(LruEviction):
         super()._use(rows, now_s)
 
     def _compare(self, report: RefreshReport) -> None:
-        """Hold what was hit since the last refresh against what LRU would have hit."""
+        """Compare the hits since the last refresh with those of LRU."""
         mine = np.frombuffer(self._used, np.uint64).take(report.rows, mode="clip") > 0
         self._guard.judge(report, mine)
         if self._is_full:
             count = len(self) / self._guard.share
             self._guard.lru_age_s = self._history.table.waiting.age_s(report.time_s, count)
 
-    # --- questions
+    # --- queries
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
@@ -254,7 +254,7 @@ class HitDensityEviction(LruEviction):
             row = choice.take()
 
     def _is_next(self, row: int, parent: int) -> bool:
-        """Whether *parent* promises what *row* does, and nothing was used in between."""
+        """Whether *parent* has the value of *row*, and nothing was used in between."""
         used, worth = self._used, self._worth
         classes, last_s = self._history.classes.item, self._history.last_s.item
         return (

@@ -1,4 +1,4 @@
-"""Evict what a trained scorer finds least likely to be used again, of the oldest leaves."""
+"""Of the oldest leaves, evict those that a trained scorer finds least likely to be used again."""
 
 from __future__ import annotations
 
@@ -23,15 +23,15 @@ from kvstore.server.eviction.policy import Rows
 Features = NDArray[np.float64]
 
 FEATURES = ("age_s", "size_bytes", "hits", "gap_s", "cost")
-"""By column: seconds since the last use; bytes; uses so far; the mean of the times between them,
-inf after one use; the FLOPs that a byte saves as a multiple of the mean. All are 0 or more."""
+"""By column: seconds since the last use; bytes; number of uses; mean time between them, inf after
+one use; FLOPs saved per byte as a multiple of the mean. All are 0 or more."""
 
 VERSION = 1
 MAX_STUMPS = 256
 
 
 class Stump(NamedTuple):
-    """Adds ``low`` where a feature is at most ``limit``, else ``high``."""
+    """Adds ``low`` if a feature is at most ``limit``, else ``high``."""
 
     feature: int
     limit: float
@@ -53,14 +53,14 @@ class StumpScorer:
         self._features = features.astype(np.intp)
 
     def score(self, features: Features) -> NDArray[np.float64]:
-        """Return the log-odds that each chunk is used again: (chunks,), of (chunks, 5)."""
+        """Return the log-odds (chunks,) of further use, from features (chunks, 5)."""
         is_low = features[:, self._features] <= self._limits
         total: NDArray[np.float64] = np.where(is_low, self._low, self._high).sum(axis=1)
         return total
 
     @classmethod
     def from_json(cls, text: str) -> StumpScorer:
-        """Return the scorer of weights that the trainer wrote. Raises InvalidRequestError."""
+        """Return the scorer of weights written by the trainer. Raises InvalidRequestError."""
         try:
             body = json.loads(text)
             is_whole = body.pop("sha256") == weights_checksum(body)
@@ -74,33 +74,32 @@ class StumpScorer:
 
 
 def weights_checksum(body: dict[str, Any]) -> str:
-    """Return the SHA-256 of what a file of weights has beside it."""
+    """Return the SHA-256 of a weights file without its checksum."""
     return hashlib.sha256(json.dumps(body, sort_keys=True).encode()).hexdigest()
 
 
 WEIGHTS = Path(__file__).with_name("learned.json")
-"""Weights of the scorer that is shipped: fitted by ``data/traces/train_scorer.py`` to our own
-synthetic traces beside it (chats, agents and shared documents), blocks of 256 tokens."""
+"""Weights of the built-in scorer: fitted by ``data/traces/train_scorer.py`` to the synthetic traces
+beside it (chats, agents and shared documents), blocks of 256 tokens."""
 
 CANDIDATES = 32
 BUDGET_S = 500e-6
-"""How long a scorer may take for one decision."""
+"""Time limit of the scorer for one decision."""
 
 _VICTIM_SHARE = 4
-"""Of the candidates, one in so many goes by one decision."""
+"""One decision evicts one candidate in this many."""
 
 _MOST_USES = 0xFFFF
 
 
 class LearnedEviction(LruEviction):
-    """Of the oldest leaves evict the quarter that the scorer finds least likely to be used.
+    """Evict the quarter of the oldest leaves that the scorer finds least likely to be used.
 
-    The shape of Cold-RL (learned cache eviction with a deadline, beside NGINX): the K
-    objects used longest ago, features of each, a mask of victims from one decision, and
-    native LRU when the decision takes longer than 500 us on *clock*, which counts in
-    ``fallbacks``. Ours departs in the scorer: boosted stumps fitted offline to whether a chunk
-    was used again, in place of a network in a sidecar; and only leaves are candidates. A victim
-    costs O(K) at most, whatever is known. 57 bytes a row.
+    The design of Cold-RL (learned cache eviction with a deadline, in NGINX): the K least recently
+    used objects, features of each, a mask of victims from one decision, and native LRU when a
+    decision takes longer than 500 us on *clock*, which counts in ``fallbacks``. Ours departs in the
+    scorer: boosted stumps fitted offline to whether a chunk was used again, instead of a network
+    in a sidecar; and only leaves are candidates. A victim costs at most O(K). 57 bytes a row.
     """
 
     def __init__(
@@ -110,26 +109,26 @@ class LearnedEviction(LruEviction):
         *,
         clock: Callable[[], float] | None = None,
     ) -> None:
-        """Score by the weights shipped, or by *score*: one number a row, the least goes first."""
+        """Score by the built-in weights, or by *score*: one number a row, the least is evicted."""
         super().__init__()
         self._history = history
         self._score = score or StumpScorer.from_json(WEIGHTS.read_text()).score
         self._clock = clock
         self._density = FlopDensity(history)
         self.fallbacks = 0
-        """Decisions that took too long."""
+        """Decisions that exceeded BUDGET_S."""
         self._first_s: array[float] = self._columns.add("d")
         self._last_s: array[float] = self._columns.add("d")
         self._sizes: array[int] = self._columns.add("Q")
         self._uses: array[int] = self._columns.add("H")
-        """Of a chunk that was evicted, what it had, until its row is another's."""
+        """Evicted chunks keep their count until the row is reused."""
         self._costs: array[float] = self._columns.add("f")
 
     @override
     def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
         super()._came(rows, size_bytes, now_s)
         for row in rows.tolist():
-            # The history knows a chunk that came back; a row it saw once is another chunk's now.
+            # A chunk that came back has hits in the history; with one hit the row is reused.
             if self._history.hits_of(row) < 2 or not self._uses[row]:
                 self._uses[row] = 0
                 self._first_s[row] = now_s
@@ -146,7 +145,7 @@ class LearnedEviction(LruEviction):
         np.frombuffer(self._last_s)[rows] = now_s
 
     def features(self, rows: list[int], now_s: float) -> Features:
-        """Return the features of chunks that are here: (rows, 5), as FEATURES."""
+        """Return the features of chunks on the tier: (rows, 5), as FEATURES."""
         found = np.empty((len(rows), len(FEATURES)))
         last_s, uses = np.frombuffer(self._last_s)[rows], np.frombuffer(self._uses, np.uint16)[rows]
         first_s = np.frombuffer(self._first_s)[rows]
@@ -184,7 +183,7 @@ class LearnedEviction(LruEviction):
                     oldest.add(parent)
 
     def _decide(self, pool: list[int], now_s: float) -> list[int] | None:
-        """Return what goes, of equal scores the oldest first; None if that took too long."""
+        """Return the victims, of equal scores the oldest first; None if that took too long."""
         started_s = self._clock() if self._clock else 0.0
         scores = self._score(self.features(pool, now_s))
         used = np.frombuffer(self._used, np.uint64)[pool]

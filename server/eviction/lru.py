@@ -1,4 +1,4 @@
-"""Least recently used, leaves of the prefix tree first; or first what engines label to discard."""
+"""LRU over the leaves of the prefix tree, and a variant that evicts "discard" chunks first."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvstore.server.eviction.access_history import AccessHistory
 from kvstore.server.eviction.policy import Columns, EvictionPolicy, Rows
 
 FEW = 24
-"""Rows from which on numpy is faster than Python."""
+"""Below this number of rows Python is faster than numpy."""
 
 
 def closes_circle(row: int, parent: int, parents: array[int], children: array[int]) -> bool:
-    """Whether *row* is an ancestor of *parent*, by a client's fault: it would never go."""
+    """Whether *row* is an ancestor of *parent*, by a client's error: it could never be evicted."""
     if parent != row and not children[row]:
         return False  # nothing continues it, so nothing leads back to it
     above = parent
@@ -30,28 +30,28 @@ def closes_circle(row: int, parent: int, parents: array[int], children: array[in
 
 
 class LeafCursor:
-    """Leaves, which come by *rank*, least first, and the parents that they expose in between."""
+    """Leaves, given in order of *rank*, merged with the parents that they expose."""
 
     __slots__ = ("_heap", "_leaf", "_leaves", "_rank")
 
     def __init__(self, leaves: Iterator[int], rank: Callable[[int], float]) -> None:
         self._leaves, self._rank = leaves, rank
         self._heap: list[tuple[float, int]] = []
-        """The exposed, and the next of *leaves*."""
+        """Exposed parents, and the next of *leaves*."""
         self._leaf = NO_ROW
         self.take()
 
     def add(self, row: int) -> None:
-        """Put in a row that is not among the leaves."""
+        """Add a row that is not among the leaves."""
         heapq.heappush(self._heap, (self._rank(row), row))
 
     @property
     def first(self) -> int:
-        """What ``take`` returns next."""
+        """The row that ``take`` returns next; NO_ROW when there is none."""
         return self._heap[0][1] if self._heap else NO_ROW
 
     def take(self) -> int:
-        """Take out the first row and return it; NO_ROW when there is none."""
+        """Remove and return the first row; NO_ROW when there is none."""
         row = heapq.heappop(self._heap)[1] if self._heap else NO_ROW
         if row == self._leaf:
             self._leaf = next(self._leaves, NO_ROW)
@@ -61,39 +61,39 @@ class LeafCursor:
 
 
 _STEPS = 8
-"""How far to look for the place of a row from each end of a queue."""
+"""Rows searched from each end of a queue for the place of a row."""
 
 
 class ClassQueues:
-    """Rows in queues by class, those with the smallest of ``order[row]`` first.
+    """Rows in one queue per class, sorted by ``order[row]``.
 
-    A row that was used goes to the end of its queue: O(1), as each queue is a list that is
-    linked both ways. One that comes in between (a parent exposed by an eviction keeps its own
-    last use) belongs somewhere inside: when that is not near one of the ends, a sorted list of
-    such *late* ones keeps it. ``order[row]`` may not change while the row is queued, and no two
-    queued rows have the same. 10 bytes a row, in columns, 8 a class and some 120 a late row.
+    A used row moves to the end of its queue in O(1), as each queue is a doubly linked list. A
+    parent exposed by an eviction keeps its own last use and belongs inside the queue: when that is
+    not near one of the ends, a sorted list of such *late* rows holds it. ``order[row]`` must not
+    change while the row is queued, and no two queued rows have the same. 10 bytes a row, in
+    columns, 8 a class and about 120 a late row.
     """
 
     def __init__(self, order: array[int], columns: Columns, limit: int = 1) -> None:
-        """Queues for the classes below *limit*."""
+        """Create queues for the classes below *limit*."""
         self._order = order
         self._newer: array[int] = columns.add("I")
-        """The row behind each; NO_ROW behind the last, and a late one itself."""
+        """The next row; NO_ROW after the last; a late row points to itself."""
         self._older: array[int] = columns.add("I")
-        """The row before each; NO_ROW before the first."""
+        """The previous row; NO_ROW before the first."""
         self._classes: array[int] = columns.add("H")
         self._oldest = array("I", bytes(4 * limit))
         self._newest = array("I", bytes(4 * limit))
-        """The last row of each queue but for late ones; NO_ROW where there is none."""
+        """The last row of each queue without late rows; NO_ROW if empty."""
         self._late: dict[int, list[tuple[int, int]]] = {}
-        """By class: order and row."""
+        """(order, row) of late rows, by class."""
 
     def append(self, row: int, kind: int) -> None:
-        """Put a row that is in no queue at the end of one: none in it has a greater order."""
+        """Append an unqueued row to a queue in which no row has a greater order."""
         self._link(row, kind, self._newest[kind], NO_ROW)
 
     def place(self, row: int, kind: int) -> None:
-        """Put a row that is in no queue where it belongs in one."""
+        """Insert an unqueued row into a queue in order."""
         order = self._order
         rank = order[row]
         behind, before = self._oldest[kind], self._newest[kind]
@@ -126,7 +126,7 @@ class ClassQueues:
             self._newest[kind] = row
 
     def remove(self, row: int) -> None:
-        """Take out a queued row."""
+        """Remove a queued row."""
         kind, older, newer = self._classes[row], self._older[row], self._newer[row]
         if newer == row:
             late = self._late[kind]
@@ -144,7 +144,7 @@ class ClassQueues:
             self._newest[kind] = older
 
     def ends(self, kinds: int) -> Rows:
-        """Return in turn the first row of each queue below *kinds*, and the last not late."""
+        """Return in turn the first row of each queue below *kinds*, and the last one not late."""
         rows = np.empty((kinds, 2), np.intp)
         rows[:, 0] = np.frombuffer(self._oldest, np.uint32)[:kinds]
         rows[:, 1] = np.frombuffer(self._newest, np.uint32)[:kinds]
@@ -159,14 +159,14 @@ class ClassQueues:
         return [kind for kind, row in enumerate(self._oldest) if row or kind in self._late]
 
     def walk(self, kind: int = 0) -> Iterator[int]:
-        """Yield the rows of a queue in order. Nothing may change before this is dropped."""
+        """Return an iterator over a queue in order. Nothing may change while it is in use."""
         linked, late = _follow(self._oldest[kind], self._newer), self._late.get(kind)
         if not late:
             return linked
         return heapq.merge(linked, (row for _, row in late), key=self._order.__getitem__)
 
     def walk_back(self, kind: int) -> Iterator[int]:
-        """Yield them the other way, but for those that are late."""
+        """Return an iterator in reverse order, without late rows."""
         return _follow(self._newest[kind], self._older)
 
 
@@ -177,28 +177,28 @@ def _follow(row: int, links: array[int]) -> Iterator[int]:
 
 
 class LruEviction(EvictionPolicy):
-    """Evict the leaf that was used longest ago.
+    """Evict the least recently used leaf.
 
-    A chunk is of no use without those before it, so only leaves (chunks none of whose
-    continuations are on the tier) are candidates, as in SGLang's RadixAttention (Zheng et al.,
-    arXiv 2312.07104, section 3.1), over chunks instead of tokens.
+    A chunk is useless without those before it, so only leaves (chunks without a continuation on the
+    tier) are candidates, as in SGLang's RadixAttention (Zheng et al., arXiv 2312.07104, section
+    3.1), over chunks instead of tokens.
 
-    All other policies keep this tree too. Leaves are queued by their last use, all in one queue,
-    or for a subclass by what ``_kind`` returns, below *kinds*. Every event calls its hooks, each
+    All other policies keep this tree too. Leaves are queued by their last use, in one queue, or for
+    a subclass in the queue that ``_kind`` returns, below *kinds*. Every event calls its hooks, each
     once: ``_came``, then ``_add_leaf`` if nothing continues the chunk; ``_use``; ``_drop_leaf``
-    if it is a leaf, then ``_gone``. Every event costs O(1), or O(log n) of the leaves that came
-    into their queue late. 27 bytes a row, in columns.
+    if it is a leaf, then ``_gone``. An event costs O(1), or O(log n) of the late leaves of its
+    queue. 27 bytes a row, in columns.
     """
 
     def __init__(self, kinds: int = 1) -> None:
         self._columns = Columns()
         self._here: array[int] = self._columns.add("B")
-        """1 for the rows whose chunk is here."""
+        """1 for rows whose chunk is on the tier."""
         self._parents: array[int] = self._columns.add("I")
         self._children: array[int] = self._columns.add("I")
-        """Chunks here that continue the row's, be it here or not."""
+        """Chunks on the tier that continue this one, which may be absent."""
         self._used: array[int] = self._columns.add("Q")
-        """When each chunk was last used, as the number of the use."""
+        """Sequence number of the last use of each chunk."""
         self._queues = ClassQueues(self._used, self._columns, kinds)
         self._tick = 0
         self._count = 0
@@ -206,27 +206,27 @@ class LruEviction(EvictionPolicy):
     # --- hooks
 
     def _kind(self, row: int) -> int:
-        """Return the queue that a leaf belongs in."""
+        """Return the queue of a leaf."""
         return 0
 
     def _extend(self, rows: int) -> None:
-        """The columns have places for so many *rows* now."""
+        """The columns have grown to *rows* places."""
 
     def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
-        """Chunks came of which each continues the one before; their ``_parents`` are set."""
+        """A chain of chunks was added; their ``_parents`` are set."""
         self._stamp(rows)
 
     def _add_leaf(self, row: int) -> None:
-        """A chunk is a leaf now: one that just came, or lost the last that continued it."""
+        """A chunk became a leaf: it is new, or lost its last child."""
         self._queues.place(row, self._kind(row))
 
     def _drop_leaf(self, row: int) -> None:
-        """A leaf is none any more, because it is continued now or about to go."""
+        """A leaf ceases to be one: it has a child now, or is being removed."""
         self._queues.remove(row)
 
     def _use(self, rows: Rows, now_s: float) -> None:
-        """Chunks that are here were used, the first of the chain first; some may be twice in it."""
-        # From the last to the first: what begins a chain is to go after what ends it.
+        """Chunks on the tier were used, in chain order; some may occur twice."""
+        # From last to first: the start of a chain must be evicted after its end.
         rows = rows[::-1]
         if len(rows) < FEW:
             leaves = [row for row in rows.tolist() if not self._children[row]]
@@ -238,10 +238,10 @@ class LruEviction(EvictionPolicy):
         self._stamp(rows)
 
     def _gone(self, row: int) -> None:
-        """A chunk is not here any more."""
+        """A chunk was removed."""
 
     def _stamp(self, rows: Rows) -> None:
-        """Number the uses of *rows*, the first first."""
+        """Number the uses of *rows*, in order."""
         if len(rows) < FEW:
             used = self._used
             for tick, row in enumerate(rows.tolist(), self._tick + 1):
@@ -252,7 +252,7 @@ class LruEviction(EvictionPolicy):
         self._tick += len(rows)
 
     def _requeue(self, rows: Rows) -> None:
-        """The kinds of *rows* changed, which may be unknown here."""
+        """Queue *rows* again, whose kinds changed; unknown rows are ignored."""
         for row in rows[rows < len(self._here)].tolist():
             if self._is_leaf(row):
                 self._queues.remove(row)
@@ -299,7 +299,7 @@ class LruEviction(EvictionPolicy):
         if is_known or len(names) < len(rows) or parent in names:
             super().insert_chain(rows, parent, size_bytes, now_s)
             return
-        # Rows without continuations close no circle.
+        # Rows without children cannot close a cycle.
         before = parent
         for row in listed:
             here[row] = 1
@@ -344,14 +344,14 @@ class LruEviction(EvictionPolicy):
         if here[parent] and not children[parent]:
             self._add_leaf(parent)
 
-    # --- questions
+    # --- queries
 
     @override
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
         return self._name(self._queues.walk(), self._used.__getitem__, keep)
 
     def _exposed_by(self, row: int, orphaned: dict[int, int]) -> int:
-        """Return the parent whose last child *row* was, of those not named yet; else NO_ROW."""
+        """Return the parent if *row* was its last child not yielded yet; else NO_ROW."""
         parent = self._parents[row]
         if not parent or not self._here[parent]:
             return NO_ROW
@@ -364,7 +364,7 @@ class LruEviction(EvictionPolicy):
     def _name(
         self, leaves: Iterator[int], rank: Callable[[int], float], keep: Callable[[int], bool]
     ) -> Iterator[int]:
-        """Yield *leaves*, by rank, and each parent by its own, once all its children were."""
+        """Yield *leaves* by rank, and each parent by its own rank once all its children were."""
         left = LeafCursor(leaves, rank)
         orphaned: dict[int, int] = {}
         while row := left.take():
@@ -381,23 +381,23 @@ class LruEviction(EvictionPolicy):
 
 
 DISCARD = 1
-"""The reuse hint of a chunk that is of no more use."""
+"""The reuse hint of a chunk that will not be used again."""
 
 _DISCARDED, _OTHERS = 0, 1
 _TICK_BITS = 56
 
 
 class DiscardHintEviction(LruEviction):
-    """Evict the leaf used longest ago of those that are labelled "discard", else of the others.
+    """Evict the least recently used leaf with the hint "discard", else of the others.
 
-    "Paging with succinct predictions" (Antoniadis et al., arXiv 2210.02775): one bit
-    of prediction a request, and evict a page with a 1 if there is one. The bit here is the reuse
-    hint of the AccessHistory; no hint, or "keep", is a 0. Ours departs from the paper in that among
-    equals LRU decides, and that only leaves are candidates: a parent labelled "discard" waits
-    for all that continues it.
+    "Paging with succinct predictions" (Antoniadis et al., arXiv 2210.02775): one bit of prediction
+    per request, and a page with a 1 is evicted if there is one. The bit here is the reuse hint of
+    the AccessHistory; no hint, or "keep", is a 0. Ours departs from the paper in that LRU decides
+    among equals, and that only leaves are candidates: a parent with "discard" waits for its
+    descendants.
 
-    **Not robust**: where half of the bits are wrong it is far below LRU; ``hit_density`` learns
-    how reliable hints are. 27 bytes a row.
+    **Not robust**: with half of the bits wrong it is far below LRU; ``hit_density`` learns how
+    reliable hints are. 27 bytes a row.
     """
 
     def __init__(self, history: AccessHistory) -> None:

@@ -1,4 +1,4 @@
-"""Recency and FLOPs per byte in one score, leaves of the prefix tree first."""
+"""Evict leaves of the prefix tree by a score of recency and FLOPs per byte."""
 
 from __future__ import annotations
 
@@ -18,18 +18,18 @@ from kvstore.server.eviction.lru import LeafCursor, LruEviction
 from kvstore.server.eviction.policy import Rows
 
 LEAST_DENSITY, MOST_DENSITY = 1 / 64, 64.0
-"""Bounds of a density: numbers of engines are not trusted beyond them."""
+"""Bounds of a density: values from engines are not trusted beyond them."""
 
 _MOST_FLOPS = 1e30
 _HALVED_AFTER = 4096
-"""Chunks after which all before count half, so that no lie about one lasts."""
+"""Chunks after which earlier ones count half, so that false values fade."""
 
 
 class FlopDensity:
-    """FLOPs a byte, as multiples of the mean of the chunks asked about lately.
+    """FLOPs per byte, as multiples of the mean of recent chunks.
 
-    A chunk whose FLOPs are not known counts as the mean: those of one model have the same bytes
-    a token, so what they save a byte differs by their depth only.
+    A chunk of unknown FLOPs counts as the mean: those of one model have the same bytes per token,
+    so their savings per byte differ by depth only.
     """
 
     def __init__(self, history: AccessHistory) -> None:
@@ -38,12 +38,12 @@ class FlopDensity:
         self._chunks = 0
 
     def of(self, row: int, size_bytes: int) -> float:
-        """Return the density of a chunk that takes *size_bytes*; 1 when nothing is known."""
+        """Return the density of a chunk of *size_bytes*; 1 if unknown."""
         flops = self._history.flops_of(row)
         if flops < 1.0 or not size_bytes:
             return 1.0
         found = (flops if flops < _MOST_FLOPS else _MOST_FLOPS) / size_bytes
-        # What is far above the mean raises it no more than what is at the bound.
+        # A value far above the mean raises it no more than one at the bound.
         bound = MOST_DENSITY * self._sum / self._chunks if self._chunks else found
         self._sum += found if found < bound else bound
         self._chunks += 1
@@ -54,57 +54,57 @@ class FlopDensity:
 
 
 WINDOW_FACTOR = 5
-"""Requests to record, for each before the first eviction."""
+"""Requests to record per request before the first eviction."""
 
 RECORDED_CHUNKS = 1 << 15
-"""Of the requests recorded the last are kept, with this many chunks."""
+"""Limit of recorded chunks; the last requests are kept."""
 
 SCORED_REQUESTS = 500
-"""Of the recorded, the last so many count."""
+"""Only the last recorded requests count."""
 
 ALPHAS = tuple(step / 10 for step in range(21))
-"""What is tried."""
+"""Candidate values."""
 
 HYSTERESIS = 0.01
-"""How much more than the first alpha another has to save, as a share."""
+"""Share that another alpha must save beyond the first."""
 
 SLICE_CHUNKS = 16
-"""Chunks of the replay that are done at each request."""
+"""Chunks replayed per request."""
 
 _GROUP = 16
-"""Chunks for which room is made at once in a replay."""
+"""Chunks per eviction round of a replay."""
 
 
 _CHUNK = np.dtype([("row", "u4"), ("size", "u8"), ("kind", "u1"), ("begins", "?")])
-"""A chunk recorded, its class of efficiency, and whether it may begin a request."""
+"""A recorded chunk, its efficiency class, and whether it may begin a request."""
 
 
 class AlphaTuner:
     """Sets alpha once, as Marconi does (Pan et al., MLSys 2025).
 
-    At the first eviction a window is set: WINDOW_FACTOR times the requests so far. When there
-    were that many, what was recorded is replayed against an empty tier of the same size, once
-    for each of ALPHAS, and the one that saves the most FLOPs in the last SCORED_REQUESTS is
-    taken; the first alpha, unless another saves more by HYSTERESIS.
+    The first eviction sets a window: WINDOW_FACTOR times the requests so far. At its end the
+    recorded requests are replayed against an empty tier of the same size, once for each of ALPHAS,
+    and the alpha that saves the most FLOPs in the last SCORED_REQUESTS is taken; the first one
+    unless another saves more by HYSTERESIS.
 
-    Ours departs in two ways, both of which bound it: only the last requests of the window are
-    kept, and the replay goes on by SLICE_CHUNKS at each request, never at an eviction. Memory:
-    14 bytes a chunk recorded, and one shadow of the policy.
+    Ours departs in two ways, which bound its cost: only the last requests of the window are kept,
+    and each request replays SLICE_CHUNKS, an eviction none. Memory: 14 bytes a recorded chunk, and
+    one shadow of the policy.
     """
 
     def __init__(self) -> None:
         self._recorded = np.zeros(RECORDED_CHUNKS, _CHUNK)
-        """The last ones; the next takes the place of the oldest."""
+        """A ring buffer."""
         self._next = 0
         self._last = -1
-        """The last chunk of the request that is being recorded; -1 where the next begins one."""
+        """The last chunk of the request being recorded; -1 if the next one begins a request."""
         self._requests = self._window = self._capacity_bytes = 0
         self._search: Iterator[None] | None = None
         self.alpha: float | None = None
-        """What was found; None until then."""
+        """The result; None until then."""
 
     def requested(self, chunks: Sequence[tuple[int, int, int]]) -> None:
-        """A request found these chunks, as (row, size in bytes, class): record or replay some."""
+        """Record a request that hit *chunks*, as (row, size in bytes, class), or replay some."""
         self._requests += 1
         if self._search is None and 0 < self._window < self._requests:
             self._search = self._find()
@@ -117,7 +117,7 @@ class AlphaTuner:
             self.stored(self._last, *chunk)
 
     def stored(self, parent: int, row: int, size_bytes: int, kind: int) -> None:
-        """A chunk came; it is of the request before if it continues what that has."""
+        """Record a stored chunk; it belongs to the last request if it continues that."""
         if self._search is not None:
             return
         begins = parent != self._last or self._last < 0
@@ -126,13 +126,13 @@ class AlphaTuner:
         self._last = row
 
     def evicting(self, here_bytes: int) -> None:
-        """A chunk goes from a tier that has *here_bytes* with it; only the first time counts."""
+        """Record an eviction from a tier with *here_bytes* in use; only the first counts."""
         if self._requests and not self._window:
             self._window = WINDOW_FACTOR * self._requests
             self._capacity_bytes = here_bytes
 
     def _find(self) -> Iterator[None]:
-        """Set the best alpha; yield once for every chunk of every replay before that."""
+        """Set the best alpha; yield once for every chunk of every replay."""
         numbers: dict[int, int] = {}
         kinds = [0]
         """By number."""
@@ -157,10 +157,10 @@ class AlphaTuner:
     def _replay(
         self, requests: Sequence[Sequence[tuple[int, int]]], kinds: Sequence[int], alpha: float
     ) -> Generator[None, None, float]:
-        """Return the FLOPs saved in the requests that count, in units of a class and byte."""
+        """Return the FLOPs saved in the scored requests, in units of the mean per byte."""
         policy = _make_shadow(kinds, alpha)
         here = [0] * len(kinds)
-        """The size of each chunk that is here."""
+        """Sizes of chunks on the simulated tier; 0 if absent."""
         free_bytes, saved = self._capacity_bytes, 0.0
         for number, chunks in enumerate(requests):
             rows = [row for row, _ in chunks]
@@ -195,23 +195,23 @@ class AlphaTuner:
 
 
 _STEPS = 8
-"""Classes of efficiency a doubling."""
+"""Efficiency classes per doubling."""
 
 _MIDDLE = int(math.log2(MOST_DENSITY)) * _STEPS
 EFFICIENCIES: list[float] = [2.0 ** ((kind - _MIDDLE) / _STEPS) for kind in range(2 * _MIDDLE + 1)]
-"""FLOPs a byte of each class, as multiples of the mean: from LEAST_DENSITY to MOST_DENSITY."""
+"""FLOPs per byte of each class, as multiples of the mean: LEAST_DENSITY to MOST_DENSITY."""
 
 
 def efficiency_class(density: float) -> int:
-    """Return the class that is nearest to a density, which is within its bounds."""
+    """Return the class nearest to a density within the bounds."""
     return round(math.log2(density) * _STEPS) + _MIDDLE
 
 
 class ScoredEviction(LruEviction):
-    """Evict the leaf of the least score, for an alpha that is given: see MarconiEviction."""
+    """Evict the leaf of least score, for a given alpha: see MarconiEviction."""
 
     def __init__(self, kind_of: Callable[[int, int], int], alpha: float) -> None:
-        """*kind_of* returns the class of efficiency of a row that takes so many bytes."""
+        """*kind_of* returns the efficiency class of a row and its size in bytes."""
         super().__init__(kinds=len(EFFICIENCIES))
         if not 0.0 <= alpha < math.inf:
             raise InvalidRequestError("alpha", alpha, "a number, not negative")
@@ -232,7 +232,7 @@ class ScoredEviction(LruEviction):
             self._kinds[row] = self._kind_of(row, size_bytes)
 
     def _recency(self, used: int) -> float:
-        """Return how recent a use is, before it is normalised: Marconi's 1 / (now - last)."""
+        """Return the recency of a use before normalisation: Marconi's 1 / (now - last)."""
         return 1.0 / (self._tick + 1 - used)
 
     @override
@@ -265,7 +265,7 @@ class ScoredEviction(LruEviction):
                 latest.add(parent)
 
     def _least(self, heads: dict[int, int], newest_used: int) -> int:
-        """Return the class whose head, the oldest of equal efficiency, has the least score."""
+        """Return the class whose head, the oldest of its efficiency, has the least score."""
         used = self._used
         oldest_used = min([used[row] for row in heads.values()])
         low, high = self._recency(oldest_used), self._recency(newest_used)
@@ -282,16 +282,16 @@ class MarconiEviction(ScoredEviction):
     """Evict the leaf with the least norm(1 / (now - last use)) + alpha x norm(FLOPs / byte).
 
     Marconi (Pan et al., "Marconi: prefix caching for the era of hybrid LLMs", MLSys 2025,
-    equations 1 and 2); both terms are normalised to 0..1 over the candidates, anew
-    for every victim. Alpha begins at 0 and is set once by ``AlphaTuner``, or is given.
+    equations 1 and 2); both terms are normalised to 0..1 over the candidates for every victim.
+    Alpha begins at 0 and is set once by ``AlphaTuner``, or is given.
 
-    Ours departs in four ways. Candidates are leaves alone: a chunk has no state beside its KV
-    that could be dropped without what continues it. Times are numbers of uses, one for every
-    chunk of a chain, and a use refreshes the whole path. Efficiencies are rounded to 8 classes a
-    doubling, within 1/64 and 64 times their mean, so that only the oldest leaf of each class
-    needs a score. What costs no known FLOPs counts as the mean.
+    Ours departs in four ways. Only leaves are candidates: a chunk has no state beside its KV that
+    could be dropped separately. Times are numbers of uses, one for every chunk of a chain, and a
+    use refreshes the whole path. Efficiencies are rounded to 8 classes per doubling, within 1/64
+    and 64 times their mean, so that only the oldest leaf of each class needs a score. A chunk of
+    unknown FLOPs counts as the mean.
 
-    A victim costs O(log n) of the classes in use. 36 bytes a row, and what the tuner records.
+    A victim costs O(log n) of the classes in use. 36 bytes a row, plus the tuner's record.
     """
 
     def __init__(self, history: AccessHistory, alpha: float | None = None) -> None:

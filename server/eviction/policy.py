@@ -1,4 +1,4 @@
-"""The eviction interface: what happened on one tier goes in, what to evict comes out; by name."""
+"""The interface of eviction policies: events of one tier in, victims out; policies by name."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ if TYPE_CHECKING:  # it imports this module
     from kvstore.server.eviction.access_history import AccessHistory
 
 Rows = NDArray[np.intp]
-"""Numbers that a RadixIndex gives its chunks. Shape: (chunks,)."""
+"""Row numbers of chunks in the ChunkIndex. Shape: (chunks,)."""
 
 
 class Columns:
-    """Arrays by row, which grow together, with zeros. Their last place is always empty."""
+    """Arrays by row that grow together, filled with zeros. Their last place is always empty."""
 
     def __init__(self) -> None:
         self.arrays: list[array[Any]] = []
@@ -35,7 +35,7 @@ class Columns:
         return self.arrays[-1]
 
     def reach(self, row: int) -> bool:
-        """Let there be a place for *row*; False if there was."""
+        """Grow the columns to include *row*; return whether they grew."""
         if row + 1 < self.rows:
             return False
         count = row + 1 - self.rows + spare_rows(row)
@@ -46,31 +46,30 @@ class Columns:
 
 
 class EvictionPolicy(ABC):
-    """What to evict from one tier.
+    """Chooses the victims of one tier.
 
-    A policy sees chunks as their rows in the ChunkIndex, their sizes and the times of events,
-    never a tier or a clock; what is remembered of a row beyond that is in the AccessHistory it was
-    made with. Its caller holds a lock, and keeps the row of a chunk's parent for as long as the
-    chunk is known. ``victims`` changes nothing. ``now_s`` is in seconds on a clock of the caller's
-    that may jump, either way.
+    A policy gets rows of the ChunkIndex, sizes and times of events, but neither the tier nor a
+    clock; further statistics of a row are in its AccessHistory. The caller holds a lock, and keeps
+    the row of a chunk's parent while the chunk is known. ``victims`` changes nothing. ``now_s`` is
+    in seconds on the caller's clock, which may jump either way.
     """
 
     @abstractmethod
     def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:
-        """Take note of a chunk that was sealed on the tier; *parent* is NO_ROW or its parent's.
+        """Add a chunk that was sealed on the tier; *parent* is the row of its parent, or NO_ROW.
 
-        The parent may be unknown here, and stay so. *size_bytes* is what the tier gives it.
+        The parent may be unknown here, and stay so. *size_bytes* is the size on the tier.
         """
 
     def insert_chain(self, rows: Rows, parent: int, size_bytes: int, now_s: float) -> None:
-        """Insert chunks of one size, each of which continues the one before, from *parent* on."""
+        """Insert a chain of chunks of one size that continues *parent*."""
         for row in rows.tolist():
             self.insert(row, parent, size_bytes, now_s)
             parent = row
 
     @abstractmethod
     def touch(self, rows: Rows, now_s: float) -> None:
-        """Take note that a chain was used, its first chunk first. Unknown rows are skipped."""
+        """Record the use of a chain, in order. Unknown rows are skipped."""
 
     @abstractmethod
     def remove(self, row: int) -> None:
@@ -78,18 +77,18 @@ class EvictionPolicy(ABC):
 
     @abstractmethod
     def victims(self, keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        """Yield what to evict, in order, until nothing is left that may go.
+        """Yield all possible victims in order.
 
-        *keep* says which chunks cannot go now (leased, pinned, on their way out). A chunk comes
-        after all that continue it. Nothing may change before the iterator is dropped.
+        Chunks for which *keep* is true cannot be evicted now (leased, pinned, being evicted). A
+        chunk follows all that continue it. Nothing may change before the iterator is dropped.
         """
 
     @abstractmethod
     def __len__(self) -> int:
-        """Chunks known."""
+        """Return the number of chunks."""
 
 
-_PLACES = {  # of each of proto's POLICIES
+_PLACES = {  # of proto's POLICIES
     "lru": "lru:LruEviction",
     "marconi": "marconi:MarconiEviction",
     "hit_density": "hit_density:HitDensityEviction",
@@ -101,10 +100,10 @@ _PLACES = {  # of each of proto's POLICIES
 def make_policy(
     name: str, history: AccessHistory, clock: Callable[[], float] | None = None
 ) -> EvictionPolicy:
-    """Return a new policy, which ranks by *history*; each is loaded when first used.
+    """Return a new policy that ranks by *history*; its module is loaded on first use.
 
-    Decisions that take long by *clock*, in seconds, end in the order of LRU; without one none
-    does, and they are the same in every run. Raises InvalidRequestError.
+    Decisions that take too long on *clock*, in seconds, end in LRU order; without a clock decisions
+    are deterministic. Raises InvalidRequestError.
     """
     if name not in _PLACES:
         raise InvalidRequestError("policy", name, policy_instead_of(name))

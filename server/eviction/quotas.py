@@ -1,4 +1,4 @@
-"""How a tier is shared, and what another size of it would hit."""
+"""Quotas of a tier, and the miss-ratio curve over its size."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ from kvstore.server.eviction.lru import closes_circle
 from kvstore.server.eviction.policy import Columns, EvictionPolicy, Rows
 
 MAX_PARTITIONS = 15
-"""And one for all others, number 0. Each costs the columns of its policy by row."""
+"""Beside number 0 for all others. Each costs the columns of its policy by row."""
 
 
 @dataclass(frozen=True, slots=True)
 class Quota:
-    """What a partition may take of a tier, and what no other may take from it.
+    """Limits of a partition on a tier, and its guaranteed minimum.
 
-    ``limit_bytes`` and ``limit_chunks`` 0 mean that it has no limit.
+    ``limit_bytes`` and ``limit_chunks`` 0: no limit.
     """
 
     limit_bytes: int = 0
@@ -47,9 +47,9 @@ NO_QUOTA = Quota()
 
 
 class PartitionTable:
-    """Numbers of the tenants and categories that have a quota on some tier.
+    """Partition numbers of the tenants and categories with a quota on some tier.
 
-    A chunk counts against its tenant's quota if that has one, else against its category's.
+    A chunk counts against its tenant's quota if there is one, else against its category's.
     """
 
     def __init__(self, tenants: Sequence[str] = (), categories: Sequence[str] = ()) -> None:
@@ -62,7 +62,7 @@ class PartitionTable:
         self._numbers = {owner: number for number, owner in enumerate(owners, 1)}
 
     def number(self, tenant: str, category: str = "") -> int:
-        """Return the partition of chunks of *tenant* and *category*; 0 is that of all others."""
+        """Return the partition of chunks of *tenant* and *category*; 0 for all others."""
         number = self._numbers.get(("tenant", tenant), 0)
         return number or self._numbers.get(("category", category), 0)
 
@@ -76,15 +76,15 @@ class PartitionTable:
 
 
 class PartitionedEviction(EvictionPolicy):
-    """A policy for each partition; the one that is most over its share evicts first.
+    """One policy per partition; the partition furthest over its share evicts first.
 
-    Shares are max-min fair: a partition's is what it is guaranteed, or an equal part of the tier
-    if that is more, up to its quota; partition 0 has what the others leave (vLLM's and LMCache's
-    per-salt quotas do the same with one LRU each). *make* returns a policy, *partition_of* a
-    row's partition when it is inserted. 17 bytes a row, and for each partition its policy.
+    Shares are max-min fair: a partition's share is its guarantee, or an equal part of the tier if
+    that is more, up to its quota; partition 0 has the rest (vLLM's and LMCache's per-salt quotas do
+    the same with one LRU each). *make* returns a policy, *partition_of* a row's partition when it
+    is inserted. 17 bytes a row, and for each partition its policy.
 
-    Chunks of one chain may be in several partitions, so the tree of all is kept here, and none is
-    named before what continues it.
+    Chunks of one chain may be in several partitions, so the tree of all is kept here, and a victim
+    is yielded after all that continue it.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class PartitionedEviction(EvictionPolicy):
         """Bytes by partition."""
         self._columns = Columns()
         self._places: array[int] = self._columns.add("B")
-        """One more than the partition of each row; 0 for those not here."""
+        """The partition of each row plus one; 0 for absent ones."""
         self._sizes: array[int] = self._columns.add("Q")
         self._parents: array[int] = self._columns.add("I")
         self._children: array[int] = self._columns.add("I")
-        """Chunks here, of any partition, that continue the row's."""
+        """Chunks of any partition that continue the row's."""
 
     @override
     def insert(self, row: int, parent: int, size_bytes: int, now_s: float) -> None:
@@ -152,16 +152,16 @@ class PartitionedEviction(EvictionPolicy):
     # --- shares
 
     def owed_bytes(self, number: int, need_bytes: int, need_chunks: int = 1) -> int:
-        """Return what a partition has to free before it takes *need_bytes* in so many chunks."""
+        """Return what a partition must free before it adds *need_bytes* in *need_chunks*."""
         quota = self.quotas[number]
         limit, most = quota.limit_bytes, quota.limit_chunks
         owed = max(0, self.used[number] + need_bytes - limit) if limit else 0
-        # A chunk too many is a byte at least, and to free a byte is to free a chunk.
+        # A chunk too many is at least a byte, and freeing a byte frees a chunk.
         over = len(self.parts[number]) + need_chunks * (need_bytes > 0) - most if most else 0
         return max(owed, over)
 
     def with_quota(self, number: int, quota: Quota) -> tuple[Quota, ...]:
-        """Return ``quotas`` with another. Raises InvalidRequestError if more than all is sure."""
+        """Return ``quotas`` with another. Raises InvalidRequestError over the tier's capacity."""
         quotas = (*self.quotas[:number], quota, *self.quotas[number + 1 :])
         sure = sum(one.guaranteed_bytes for one in quotas)
         if sure > self._capacity_bytes:
@@ -187,7 +187,7 @@ class PartitionedEviction(EvictionPolicy):
     def victims_for(
         self, number: int, keep: Callable[[int], bool], now_s: float, *, is_own: bool = False
     ) -> Iterator[int]:
-        """``victims`` for *number*: its own if *is_own*, else of no other below its guarantee."""
+        """``victims`` for *number*: its own if *is_own*, else others' down to their guarantees."""
         floors = {n: quota.guaranteed_bytes for n, quota in enumerate(self.quotas)}
         return self._named({number: 0} if is_own else {**floors, number: 0}, keep, now_s)
 
@@ -202,7 +202,7 @@ class PartitionedEviction(EvictionPolicy):
             is_continued = self._children[row] > named_children[row]
             return is_continued or (row not in named and keep(row))
 
-        # What waited for a chunk of another partition gets its turn in the next round.
+        # Chunks that waited for a child in another partition follow in the next round.
         is_news = True
         while is_news:
             is_news = False
@@ -228,16 +228,16 @@ class PartitionedEviction(EvictionPolicy):
 
 
 SCALES = (0.5, 1.0, 2.0, 4.0)
-"""The sizes that are tried, as multiples of the tier's."""
+"""Sizes of the curve, as multiples of the tier's."""
 
 MAX_SAMPLED_CHUNKS = 1_024
-"""Sampled chunks that are remembered; the sample is halved before there are more."""
+"""Limit of sampled chunks; the sample is halved to stay below it."""
 
 LEAST_SAMPLED = 256
-"""Sampled chunks that have to be asked for before there is a curve."""
+"""Sampled requests before there is a curve."""
 
 WINDOW_CHUNKS = 1 << 16
-"""Sampled chunks asked for until what came before counts half."""
+"""Sampled requests after which earlier ones count half."""
 
 _KEY_WORDS = KEY_BYTES // 8
 _SCALES = np.array(SCALES)
@@ -248,45 +248,44 @@ Ids = NDArray[np.uint64]
 
 
 def identities(keys: Sequence[ChunkKey]) -> Ids:
-    """Return 64 bits of each key, of its namespace and its chain digest: spread evenly by these."""
+    """Return an evenly distributed 64-bit hash of each key, of its namespace and chain digest."""
     words = np.frombuffer(b"".join(keys), np.uint64).reshape(-1, _KEY_WORDS)
     return words[:, 0] ^ words[:, 2]
 
 
 class MissRatioCurve:
-    """The live curve of hit ratio against size of one tier, were its policy leaf-LRU.
+    """The live curve of hit ratio against size of one tier under leaf-LRU.
 
-    It sees every lookup, with the chunks that are missing too, as those are put next. Chunks
-    whose identity is below a threshold are sampled (SHARDS: Waldspurger et al., FAST 2015,
-    section 3), and of a request's it counts how many others were used since: under LRU that
-    answers for all sizes at once (Mattson et al., 1970). The end of a prompt is used before
-    what begins it, which is leaf-LRU, and chunks count as hit up to the first that is not.
-    Not thread-safe: the owner locks.
+    It gets every lookup, including missing chunks, which are put next. Chunks whose identity is
+    below a threshold are sampled (SHARDS: Waldspurger et al., FAST 2015, section 3), and for each
+    requested one it counts the others used since: under LRU this gives the hits of all sizes at
+    once (Mattson et al., 1970). The end of a prompt is used before its start, as in leaf-LRU, and
+    chunks count as hits up to the first miss. Not thread-safe: the owner locks.
     """
 
     def __init__(self, capacity_bytes: int, limit_nodes: int = MAX_SAMPLED_CHUNKS) -> None:
-        """For a tier of *capacity_bytes*. Raises InvalidRequestError."""
+        """Measure a tier of *capacity_bytes*. Raises InvalidRequestError."""
         if capacity_bytes <= 0 or limit_nodes < 1:
             raise InvalidRequestError("capacity_bytes", capacity_bytes, "give the tier's size")
         self._capacity_bytes = capacity_bytes
         self._limit_nodes = limit_nodes
         self.rate = 1.0
-        """The share of chunks that is in the sample: 1, or a half, a quarter and so on."""
+        """Sampling rate: 1, a half, a quarter and so on."""
         self._used: dict[int, int] = {}
         """The last use of each sampled chunk, the oldest first."""
         self._tick = 0
         self._expected = 0.0
-        """Sampled chunks that there should have been."""
+        """Expected number of sampled requests."""
         self._sampled = 0.0
         self._seen = 0
         self._hits = np.zeros(len(SCALES))
 
     def requested(self, ids: Ids, chunk_bytes: int) -> None:
-        """A lookup asked for a chain: (chunks,) of ``identities``, each of about *chunk_bytes*."""
+        """Record a lookup of a chain: (chunks,) of ``identities``, each of about *chunk_bytes*."""
         chunks = self._capacity_bytes / max(1, chunk_bytes)
         while SCALES[-1] * chunks * self.rate > self._limit_nodes:
-            # Half of the sample, the part with the larger identities, is left out; what was counted
-            # at a higher rate counts for as much as it would have at this one.
+            # Drop the half of the sample with the larger identities, and scale earlier counts to
+            # the new rate.
             self.rate /= 2
             limit = _ALL * self.rate
             self._used = {one: tick for one, tick in self._used.items() if one < limit}
@@ -301,7 +300,7 @@ class MissRatioCurve:
             self._weigh(0.5)
 
     def _use(self, ids: list[int], nodes: float) -> None:
-        """Count what a request of sampled chunks hits; *nodes* is the tier's size in the sample."""
+        """Count the hits of a request for sampled chunks; the tier has *nodes* of the sample."""
         used = self._used
         order = np.fromiter(used.values(), np.int64, len(used))
         at = np.array([used.get(one, -1) for one in ids], np.int64)
@@ -310,7 +309,7 @@ class MissRatioCurve:
         self._hits += (later[:, None] < nodes * _SCALES).sum(axis=0)
         self._sampled += len(ids)
         self._seen += len(ids)
-        # From the last to the first: what begins a prompt is used after what ends it.
+        # From last to first: the start of a prompt is used after its end.
         for one in reversed(ids):
             self._tick += 1
             used.pop(one, None)
@@ -324,16 +323,16 @@ class MissRatioCurve:
         self._hits *= share
 
     def points(self) -> dict[float, float]:
-        """Return the hit ratio of chunks by ``SCALES``; nothing until enough was asked for."""
+        """Return the hit ratio of chunks by ``SCALES``; empty until LEAST_SAMPLED requests."""
         if self._seen < LEAST_SAMPLED or self._expected <= 0:
             return {}
-        # SHARDS-adj (section 3.4): what is in the sample beyond the rate, or lacks, counts as hits.
+        # SHARDS-adj (section 3.4): the deviation from the expected sample counts as hits.
         ratios = (self._hits + self._expected - self._sampled) / self._expected
         return dict(zip(SCALES, np.clip(ratios, 0.0, 1.0).tolist(), strict=True))
 
 
 class PartitionUse(NamedTuple):
-    """What a tenant or category takes of a tier."""
+    """The use and quota of a tier by a tenant or category."""
 
     name: str
     used_bytes: int
@@ -342,15 +341,15 @@ class PartitionUse(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PolicyReport:
-    """By which policy a tier evicts, and what another size of the tier would be worth.
+    """The eviction policy of a tier and its miss-ratio curve.
 
-    ``curve`` has the hit ratio, of chunks, by how many times the tier's size; it is empty until
-    enough was asked for.
+    ``curve`` maps multiples of the tier's size to the hit ratio of chunks; it is empty until
+    LEAST_SAMPLED requests.
     """
 
     name: str
     fallbacks: int
-    """Times that ranking took too long, and leaf-LRU chose instead."""
+    """Times that ranking took too long, so that leaf-LRU chose."""
     curve: Mapping[float, float]
     partitions: Sequence[PartitionUse]
 
@@ -358,7 +357,7 @@ class PolicyReport:
     def of(
         cls, name: str, policy: EvictionPolicy, curve: MissRatioCurve | None, names: Sequence[str]
     ) -> PolicyReport:
-        """Return the report of *policy*, called *name*, whose partitions are called *names*."""
+        """Return the report of *policy*, with its *name* and the *names* of its partitions."""
         partitions: list[PartitionUse] = []
         if isinstance(policy, PartitionedEviction):
             partitions = [

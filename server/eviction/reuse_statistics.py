@@ -1,5 +1,5 @@
-"""What is learnt as requests come: hits a second of residency, by class and age, and for the value
-rule how likely a chunk is requested again before a slower tier evicts it.
+"""Statistics learnt from requests: hits per second of residency by class and age, and for
+admission the chance that a chunk is requested again before a slower tier evicts it.
 """
 
 from __future__ import annotations
@@ -28,25 +28,25 @@ _FIRST_CLASSES = 32
 _STEPS = 12
 _OPENED_S = _NEWEST_S * 2.0 ** (np.arange(14 * _STEPS + 1) / _STEPS)
 _KEPT_RATIO = 1.05
-"""How much older the start of a slot is than that of the next, at least."""
+"""Least ratio of the ages of two successive slot starts."""
 
 
 class AgeSlots:
-    """Counts of members by class, and by when each came.
+    """Counts of members by class and arrival time.
 
-    A member is counted in the slot of time in which it came; slots close to one another for their
-    age are merged (an exponential histogram, Datar et al., SODA 2002), so there are fewer than
-    300. Times are never before those of earlier calls. Memory: 4 bytes a class and slot.
+    A member is counted in the time slot of its arrival; slots close together relative to their age
+    are merged (an exponential histogram, Datar et al., SODA 2002), so there are fewer than 300.
+    Times must not decrease between calls. Memory: 4 bytes a class and slot.
     """
 
     def __init__(self) -> None:
         self._starts_s = np.array([-np.inf])
         self._counts = np.zeros((1, _FIRST_CLASSES), np.int32)
         self._until_s = -np.inf
-        """All that were counted came up to here."""
+        """Latest arrival that the slots cover."""
 
     def open(self, now_s: float) -> None:
-        """Let there be slots for those that came since the last call."""
+        """Add slots for arrivals since the last call."""
         if now_s <= self._until_s:
             return
         starts_s = now_s - _OPENED_S[::-1]
@@ -57,10 +57,10 @@ class AgeSlots:
         self._until_s = now_s
 
     def _merge(self, now_s: float, starts_s: Floats) -> None:
-        """Keep those of *starts_s* that are apart; those behind the present ones are empty."""
+        """Keep those of *starts_s* that are far enough apart; new ones at the end are empty."""
         kept = [0]
         most_s = np.inf
-        # From old to young, so that a start that was kept once is kept as it ages.
+        # From old to young, so that a start once kept stays as it ages.
         ages_s = (now_s - starts_s).tolist()
         first = max(1, bisect_left(ages_s, -_OLDEST_S, key=neg) - 1)
         for slot in range(first, len(ages_s)):
@@ -79,12 +79,12 @@ class AgeSlots:
         self._starts_s, self._counts = starts_s[kept], merged
 
     def add(self, classes: Classes, came_s: Floats, change: int) -> None:
-        """Count members by when they came (*change* 1), or no more (-1)."""
+        """Add members by arrival time (*change* 1), or remove them (-1)."""
         self._widen(int(classes.max(initial=0)) + 1)
         slots = np.searchsorted(self._starts_s, came_s, side="right") - 1
         places = slots * self._counts.shape[1]
         places += classes
-        # By one index, which numpy adds at several times as fast as by two.
+        # A flat index: numpy adds several times faster than with two.
         np.add.at(self._counts.reshape(-1), places, np.int32(change))
 
     def _widen(self, classes: int) -> None:
@@ -94,25 +94,25 @@ class AgeSlots:
             self._counts = np.concatenate((self._counts, more), axis=1)
 
     def by_bin(self, now_s: float, ends_s: Floats, classes: int) -> Floats:
-        """Return members of *classes* by bin of age, ending at *ends_s*: (classes, bins)."""
+        """Return members of *classes* by bin of age; *ends_s* end the bins: (classes, bins)."""
         ages_s = now_s - self._starts_s
         middles_s = ages_s / 2
         middles_s[:-1] += ages_s[1:] / 2
         middles_s[0] = ages_s[1] if len(ages_s) > 1 else 0.0
         self._widen(classes)
-        # From old to young, so bins fall: each has slots that lie together.
+        # From old to young, so bins fall: the slots of a bin are adjacent.
         bins = np.searchsorted(ends_s, middles_s)
         first = np.flatnonzero(np.diff(bins, prepend=-1))
         found = np.zeros((len(ends_s) + 1, classes))
         counts = self._counts[:, :classes]
         ends = [*first[1:].tolist(), len(bins)]
-        # Row by row, which is faster along this axis than reduceat.
+        # Row by row: faster along this axis than reduceat.
         for slot, end, age in zip(first.tolist(), ends, bins[first].tolist(), strict=True):
             found[age] = np.add.reduce(counts[slot:end], axis=0, dtype=np.int32)
         return np.ascontiguousarray(found.T)
 
     def age_s(self, now_s: float, count: float) -> float:
-        """Return how long ago the earliest of the last *count* members came; inf for all."""
+        """Return the age of the earliest of the last *count* members; inf for all."""
         ages_s = now_s - self._starts_s[::-1]
         behind = np.cumsum(self._counts.sum(axis=1)[::-1])
         slot = int(np.searchsorted(behind, count, side="right"))
@@ -124,55 +124,55 @@ class AgeSlots:
 
 
 AGE_BINS = 40
-"""Bins of age: one up to a second, then three an octave; the last has no end."""
+"""Bins of age: one up to a second, then three per octave; the last has no end."""
 
 EDGES_S = 2.0 ** (np.arange(AGE_BINS - 1) / 3)
-"""Where each bin ends, in seconds; the end belongs to the bin."""
+"""Inclusive end of each bin, in seconds."""
 
 WIDTHS_S = np.diff(2.0 ** (np.arange(AGE_BINS) / 3), prepend=0.0)
-"""How long each bin is, in seconds; of the last, what it would be."""
+"""Width of each bin, in seconds; the last as if it had an end."""
 
 _STRENGTH = 100.0
 """The weight of a coarser class in a class, in chunks, beside its own count."""
 
 _FIRST_HAZARDS = np.full(AGE_BINS, 0.01)
-"""What is taken for true before anything happened: the older, the less there is to hope for."""
+"""The prior: older chunks have less value."""
 
 _FIRST_HAZARDS[0] *= WIDTHS_S[0] / WIDTHS_S[1]
 _CLASSES_AT_ONCE = 128
-"""Classes that one refresh works out; of more, it takes turns."""
+"""Classes computed by one refresh; more are done round-robin."""
 
 _STEP_CLASSES = 32
-"""A refresh of so many classes takes a step, one of more as many: so that no step is long."""
+"""Classes per step of a refresh, so that no step takes long."""
 
 _NO_CLASSES, _NO_TIMES = np.empty(0, np.uint16), np.empty(0)
 _NOTED = 1 << 13
-"""Events that are kept until they are counted."""
+"""Events buffered until they are counted."""
 
 
 def bins_of(ages_s: Floats) -> NDArray[np.intp]:
-    """Return the bins of ages; below zero, as a clock that jumped makes them, is the first."""
+    """Return the bins of ages; negative ages, after a clock jump, are in the first."""
     return np.searchsorted(EDGES_S, ages_s)
 
 
 def gittins(hazards: Floats, widths_s: Floats) -> Floats:
-    """Return the most hits a second that keeping for some time promises, by age.
+    """Return the most expected hits per second of keeping a chunk for some time, by age.
 
-    *hazards*: (classes, bins), the chance of being asked for in a bin once it is reached.
+    *hazards*: (classes, bins), the chance of a request in a bin once it is reached.
     ``G[c, a] = max over h >= a of (sum of S h(x)) / (sum of S w(x) (1 - h(x) / 2))`` for x from a
-    to h, where S is the chance to be waiting still at x: the index of Gittins (1979), for an
-    eviction that may take place after any bin. Shape of the result: (classes, bins).
+    to h, where S is the chance of still waiting at x: the index of Gittins (1979), for an eviction
+    that may take place after any bin. Shape of the result: (classes, bins).
     """
     by_age = np.ascontiguousarray(hazards.T)
     bins = len(by_age)
     stays = 1.0 - by_age
-    # Hits and seconds, of the bin itself and of the time from it to the end of each.
+    # Hits and seconds: of each bin, and sums from a bin to each later one.
     gains = np.stack((by_age, widths_s[:bins, None] * (1.0 - 0.5 * by_age)), axis=1)
     sums = np.zeros((2, *by_age.shape))
     ratios = np.empty_like(by_age)
     found = np.empty_like(by_age)
     for age in range(bins - 1, -1, -1):
-        # Behind *age*, what lies ahead counts for those that are still waiting then.
+        # Later bins count for the chunks that still wait after *age*.
         ahead, ratio = sums[:, age:], ratios[age:]
         ahead *= stays[age]
         ahead += gains[age][:, None]
@@ -182,11 +182,11 @@ def gittins(hazards: Floats, widths_s: Floats) -> Floats:
 
 
 Noted = tuple[Classes, Floats, float]
-"""Events that are not counted yet: classes of chunks, since when they waited, and when."""
+"""Buffered events: classes of chunks, the starts of their waits, and the time of the event."""
 
 
 def _joined(events: list[Noted]) -> tuple[Classes, Floats, Floats]:
-    """Return one column of each, and clear the list."""
+    """Return the events as three columns, and clear the list."""
     times_s = np.repeat([event[2] for event in events], [len(event[0]) for event in events])
     classes = np.concatenate([_NO_CLASSES, *(event[0] for event in events)])
     since_s = np.concatenate([_NO_TIMES, *(event[1] for event in events)])
@@ -195,27 +195,27 @@ def _joined(events: list[Noted]) -> tuple[Classes, Floats, Floats]:
 
 
 class DensityTable:
-    """Hits per second of residency of a class at an age, from what became of chunks like it.
+    """Hits per second of residency of a class at an age, from the outcomes of its chunks.
 
-    A chunk waits, from one request for it to the next. Then the table counts its class and age;
-    those that still wait count as censored at the age they have, on a tier or evicted. The hazard
-    of a bin is that of the class, drawn to that of a coarser class and that to that of all (each
-    with the weight of *strength* chunks); ``values`` has its Gittins index. After LHD (Beckmann
-    et al., NSDI 2018), whose classes and ages these are too.
+    A chunk waits from one request for it to the next. Then the table counts its class and age;
+    chunks that still wait, on a tier or evicted, count as censored at their age. The hazard of a
+    bin is that of the class, shrunk towards that of a coarser class, which is shrunk towards that
+    of all (each with the weight of *strength* chunks); ``values`` has its Gittins index. Classes
+    and ages follow LHD (Beckmann et al., NSDI 2018).
 
-    Events are only noted, by the arrays that are passed; ``refresh`` counts them and works the
-    table out, in a time that does not depend on how many chunks wait. Times never go back. At
-    most 2^13 events and those of one call are noted. 1.6 kB a class.
+    Events are buffered, without a copy of their arrays; ``refresh`` counts them and computes the
+    table, in a time that does not depend on how many chunks wait. Times must not decrease. At most
+    2^13 events and those of one call are buffered. 1.6 kB a class.
     """
 
     def __init__(self, coarse: NDArray[np.intp], strength: float = _STRENGTH) -> None:
-        """*coarse* has the coarser class of each, itself for a coarser one; new ones may change."""
+        """*coarse* maps classes to their coarser class, which maps to itself; it may grow."""
         limit = len(coarse)
         self._strength = strength
         self._coarse = coarse
         self._asked = np.zeros((limit, AGE_BINS))
         self._forgotten = np.zeros((limit, AGE_BINS))
-        """Chunks forgotten while they waited, by the age they had."""
+        """Chunks forgotten while they waited, by age."""
         self.waiting = AgeSlots()
         self._turn = 0
         self._came: list[Noted] = []
@@ -227,43 +227,43 @@ class DensityTable:
         """Hits per second of residency. Shape: (classes, bins)."""
 
     def learned(self, asked: Floats, forgotten: Floats) -> None:
-        """Start from another run's counts, (classes, bins): what waited there was forgotten."""
+        """Add counts of an earlier run, (classes, bins)."""
         self._asked += asked
         self._forgotten += forgotten
 
     def ended(self, classes: int) -> tuple[Floats, Floats]:
-        """Return what was counted of chunks that wait no more: asked for, and forgotten."""
+        """Return the counts of chunks that no longer wait: requested, and forgotten."""
         return self._asked[:classes].copy(), self._forgotten[:classes].copy()
 
     # --- events
 
     def wait(self, classes: Classes, now_s: float) -> None:
-        """Chunks begin to wait."""
+        """Record chunks that begin to wait."""
         self._came.append((classes, _NO_TIMES, now_s))
         self._note(len(classes), now_s)
 
     def requested(self, classes: Classes, since_s: Floats, now_s: float) -> None:
-        """Chunks were asked for that waited since then, and wait no longer."""
+        """Record requests for chunks that waited since *since_s*, which ends their wait."""
         self._asked_for.append((classes, since_s, now_s))
         self._note(len(classes), now_s)
 
     def forgotten(self, classes: Classes, since_s: Floats, now_s: float) -> None:
-        """Chunks that waited are known no longer; what becomes of them will not be seen."""
+        """Record chunks that are forgotten while they wait; their outcome stays unknown."""
         self._lost.append((classes, since_s, now_s))
         self._note(len(classes), now_s)
 
     def moved(self, classes: Classes, others: Classes, since_s: Floats, now_s: float) -> None:
-        """Chunks that wait since then are of *others* and not of *classes*."""
+        """Move chunks that wait since *since_s* from *classes* to *others*."""
         self._moved.append((classes, others, since_s))
         self._note(len(classes), now_s)
 
     def _note(self, count: int, now_s: float) -> None:
-        self._noted += max(count, 8)  # what the arrays themselves take is like as many
+        self._noted += max(count, 8)  # the arrays' overhead equals about 8 events
         if self._noted > _NOTED:
             self.settle(now_s)
 
     def settle(self, now_s: float) -> None:
-        """Count the events noted."""
+        """Count the buffered events."""
         waiting = self.waiting
         waiting.open(now_s)
         came, _, came_s = _joined(self._came)
@@ -283,15 +283,15 @@ class DensityTable:
     # --- the table
 
     def refresh(self, now_s: float, classes: int) -> None:
-        """Count what was noted and work out ``values`` of *classes*; of many, a part a call."""
+        """Count buffered events and compute ``values`` of *classes*, or a part if they are many."""
         for _ in self.refreshing(now_s, classes):
             pass
 
     def refreshing(self, now_s: float, classes: int) -> Iterator[None]:
-        """Do as ``refresh`` does in steps: one ``next`` is a step.
+        """Refresh in steps, one per ``next``.
 
-        The values are those of before until the last step, and those of the first step's time
-        then. A step takes some 0.4 ms, and there are at most six.
+        The last step replaces all values by those of the first step's time. A step takes about
+        0.4 ms, and there are at most six.
         """
         self.settle(now_s)
         yield
@@ -308,12 +308,12 @@ class DensityTable:
         self.values[first:last] = values
 
     def counts(self, now_s: float, classes: int) -> tuple[Floats, Floats]:
-        """Return those asked for and those not, at the last ``settle``: both (classes, bins)."""
+        """Return chunks requested and not, at the last ``settle``: both (classes, bins)."""
         ends = self._forgotten[:classes] + self.waiting.by_bin(now_s, EDGES_S, classes)
         return self._asked[:classes].copy(), ends
 
     def _hazards(self, now_s: float, classes: int, first: int, last: int) -> Floats:
-        """Return the hazards of the classes from *first* to *last*, of all *classes* that are."""
+        """Return the hazards of classes *first* to *last* out of *classes*."""
         asked, ends = self.counts(now_s, classes)
         ends += asked
         all_hazards = self._shrunk(asked.sum(0), ends.sum(0), _FIRST_HAZARDS)
@@ -325,31 +325,31 @@ class DensityTable:
         return self._shrunk(asked[first:last], ends[first:last], coarser[coarse[first:last]])
 
     def _shrunk(self, asked: Floats, ends: Floats, towards: Floats) -> Floats:
-        """Return the hazards of the bins of (..., bins), drawn *towards* others."""
+        """Return the hazards of bins (..., bins), shrunk *towards* others."""
         at_risk = np.cumsum(ends[..., ::-1], axis=-1)[..., ::-1]
         return (asked + self._strength * towards) / (at_risk + self._strength)
 
 
 LENGTHS = 4
 LENGTH_TOKENS = 8192
-"""Prompts differ by how often they have so many tokens, up to three times."""
+"""Prompts are classed by this many tokens, in LENGTHS steps."""
 FREQUENCIES = 3
 KINDS = 2 * LENGTHS * 2 * FREQUENCIES
 FAMILIAR_CHUNKS = 2
-"""A prompt of which so many chunks were known continues another; one may be a system prompt."""
+"""A prompt with this many known chunks continues another; one may be a system prompt."""
 STAY_WEIGHT = 0.01
 _PRIOR_HITS, _PRIOR_CHUNKS = 1.0, 2.0
-"""What is assumed of a kind before anything is known: half of it comes again."""
+"""The prior of a kind: half of its chunks are requested again."""
 
 
 def reuse_chance(
     requests: float, hits: NDArray[np.float64], age_s: float, until_s: float = math.inf
 ) -> float:
-    """Return the chance that a chunk, not asked for since *age_s*, is before *until_s*.
+    """Return the chance that a chunk last requested *age_s* ago is requested before age *until_s*.
 
-    It is hits with ages between / (*requests* - hits before), of all of its kind; *hits* are by
-    bin of a DensityTable. Requests that none followed yet count as not followed: an estimate from
-    below, which spares writes.
+    It is hits at ages between / (*requests* - earlier hits), over all of its kind; *hits* are by
+    bin of a DensityTable. Requests not yet followed by another count as never followed: a lower
+    bound, which saves writes.
     """
     at, end = bins_of(np.array([age_s, until_s])).tolist()
     end = AGE_BINS if until_s == math.inf else max(at + 1, end)
@@ -359,24 +359,24 @@ def reuse_chance(
 
 
 class ReuseForecast:
-    """The chance of each chunk that *history* remembers, by a kind of its own.
+    """The chance of reuse of each chunk in *history*, by its kind.
 
-    A kind is how often it was asked for (1, 2, more), whether it ends its prompt, how long that
-    was, and whether the prompt continued a known one: few, which are soon known well. ``requested``
-    comes before that of *history*, ``seen`` after it. One byte a row. Not thread-safe.
+    A kind is the number of requests (1, 2, more), whether the chunk ends its prompt, the prompt's
+    length, and whether the prompt continued a known one: few kinds, which are soon known well. Call
+    ``requested`` before that of *history*, ``seen`` after it. One byte a row. Not thread-safe.
     """
 
     def __init__(self, history: AccessHistory, chunk_tokens: int = 256) -> None:
         self.history = history
         self._chunk_tokens = chunk_tokens
         self._requests, self._hits = np.zeros(KINDS), np.zeros((KINDS, AGE_BINS))
-        """By kind, and by age at the next."""
+        """Requests by kind, and hits by kind and age."""
         self._columns = Columns()
         self._kinds: array[int] = self._columns.add("B")
         self._stay_s = 0.0
 
     def requested(self, rows: Rows, chunks: int, now_s: float) -> None:
-        """A prompt of *chunks* chunks is looked up, whose first *rows* are known."""
+        """Record a lookup of a prompt of *chunks* chunks, whose first *rows* are known."""
         history = self.history
         rows = rows[rows < len(history.hits)]
         hits = history.hits[rows]
@@ -397,7 +397,7 @@ class ReuseForecast:
         return min(LENGTHS - 1, chunks * self._chunk_tokens // LENGTH_TOKENS)
 
     def seen(self, row: int, parent: int, facts: InsertInfo, now_s: float) -> None:
-        """A chunk was stored that no tier had: if it is new it continues its parent's prompt."""
+        """Record a stored chunk that no tier had; a new one continues its parent's prompt."""
         self._columns.reach(max(row, parent))
         history = self.history
         if history.hits[row] != 1 or history.last_s[row] < history.time_s(now_s):
@@ -408,7 +408,7 @@ class ReuseForecast:
         self._requests[self._kinds[row]] += 1
 
     def chance(self, row: int, now_s: float) -> float:
-        """Return the chance that a chunk is asked for before the slow tier would give it up."""
+        """Return the chance that a chunk is requested before the slow tier would evict it."""
         if not self.history.hits_of(row) or row >= len(self._kinds):
             return 1.0
         age_s = self._age_s(row, now_s)
@@ -417,7 +417,7 @@ class ReuseForecast:
         return reuse_chance(float(self._requests[kind]), self._hits[kind], age_s, until_s)
 
     def evicted(self, row: int, now_s: float) -> None:
-        """The slow tier evicted a chunk, which shows how long it keeps what is not asked for."""
+        """Record an eviction of the slow tier, which shows how long it keeps idle chunks."""
         if not self.history.hits_of(row):
             return
         age_s = self._age_s(row, now_s)

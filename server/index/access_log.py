@@ -1,4 +1,4 @@
-"""What the parts of a Catalog share, first the AccessLog: events that are applied later."""
+"""State shared by the parts of a Catalog, and the AccessLog of events that are applied later."""
 
 from __future__ import annotations
 
@@ -19,25 +19,25 @@ from kvstore.server.index.hints import ChunkMetadata, PutInfo
 from kvstore.server.index.holds import Holds
 
 MAX_EVENTS = 32
-"""Events that wait, and chunks that are joined to one; one more, and the first is applied."""
+"""Limit of waiting events, and of chunks joined to one; beyond it the first is applied."""
 
 MAX_ROWS = 2048
-"""Rows among them, which take a millisecond: who needs a policy waits for all."""
+"""Limit of their rows, which take a millisecond to apply before a policy can be read."""
 
 LOOKUP_ROWS = 512
-"""A lookup counts as so many at least."""
+"""Least weight of a lookup, in rows."""
 
 _TOGETHER_S = 0.1
-"""Chunks of a chain that come this soon after one another count as stored together."""
+"""Chunks of a chain that arrive within this time count as stored together."""
 
 _LATELY = 1 / 16
 
 
 @dataclass(frozen=True, slots=True)
 class Lookup:
-    """The prompt of *keys* was looked up, of which *rows* are here or remembered.
+    """A lookup of *keys*; *rows* are those that exist or are remembered.
 
-    ``is_again`` for a lookup that was counted already.
+    ``is_again``: the lookup was counted already.
     """
 
     rows: Rows
@@ -48,8 +48,8 @@ class Lookup:
 
 @dataclass(slots=True)
 class Stored:
-    """Chunks were sealed on the tier of policy *number*, of which each continues the one before,
-    the first *parent*. *facts*, of each but for its *flops*, if no tier had them before.
+    """A chain of chunks that continues *parent*, sealed on the tier of policy *number*. If no tier
+    had them before, *facts* apply to each, and *flops* are per chunk.
     """
 
     number: int
@@ -60,10 +60,10 @@ class Stored:
     flops: list[float]
     now_s: float
     is_joined: bool = False
-    """Whether *facts* are those of the last, and the others are full."""
+    """Whether *facts* apply to the last chunk only, and the others are full."""
 
     def join(self, other: Stored) -> bool:
-        """Add a chunk that continues these, unless something else tells them apart."""
+        """Add a chunk that continues these if all else is equal; return whether it was added."""
         fits = (
             other.parent == self.rows[-1] != other.rows[0]
             and len(other.rows) == 1
@@ -80,16 +80,16 @@ class Stored:
 
 
 def _weight(event: Lookup | Stored) -> int:
-    """How many rows an event takes as long as; a lookup goes over all its keys, found or not."""
+    """Return the cost of an event in rows; a lookup visits all its keys, found or not."""
     return max(LOOKUP_ROWS, len(event.keys)) if isinstance(event, Lookup) else len(event.rows)
 
 
 class AccessLog:
-    """Keeps what takes long out of the answers to lookups and puts.
+    """Defers slow updates from lookups and puts.
 
-    A request only notes what happened. A thread that has time calls ``apply_next``; who reads the
-    policies or forgets a row calls ``apply_all`` first. The order of updates is the order of the
-    events: the history first, then the policies. Not thread-safe: the catalog's lock guards it.
+    A request only records an event. A background thread calls ``apply_next``; readers of the
+    policies, and whatever frees a row, call ``apply_all`` first. Events are applied in order, to
+    the history first, then to the policies. Not thread-safe: the catalog's lock guards it.
     """
 
     def __init__(self, metadata: ChunkMetadata, policies: Mapping[str, EvictionPolicy]) -> None:
@@ -97,12 +97,12 @@ class AccessLog:
         self._policies = list(policies.values())
         self._what_ifs = [metadata.what_ifs.get(tier) for tier in policies]
         self._chunk_bytes = [0.0] * len(policies)
-        """About what a chunk takes lately, by policy."""
+        """Moving average of the chunk size, by policy."""
         self._events: deque[Lookup | Stored] = deque()
         self._rows = 0
 
     def note(self, event: Lookup | Stored) -> None:
-        """Keep an event until it is applied."""
+        """Queue an event until it is applied."""
         last = self._events[-1] if self._events else None
         self._rows += _weight(event)
         if isinstance(event, Stored) and isinstance(last, Stored) and last.join(event):
@@ -145,7 +145,7 @@ class AccessLog:
         number, size_bytes, facts, now_s = event.number, event.size_bytes, event.facts, event.now_s
         usual = self._chunk_bytes[number] or float(size_bytes)
         self._chunk_bytes[number] = usual + (size_bytes - usual) * _LATELY
-        # Of rows that come together all but the last count as full.
+        # All but the last of joined rows count as full.
         is_apart = facts is not None and not facts.tokens_full and not event.is_joined
         parent = event.parent
         for part in [[row] for row in event.rows] if is_apart else [event.rows]:
@@ -169,21 +169,21 @@ class AccessLog:
 
 
 class CatalogListener(Protocol):
-    """Is called as copies come and go, under the catalog's lock. Never blocks."""
+    """Called when copies are added or removed, under the catalog's lock. Must not block."""
 
     def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: PutInfo | None) -> None:
-        """Copies became visible on *tier*; *put_info* says where one came from, if it was put."""
+        """Copies became visible on *tier*; *put_info* describes the put of one that was put."""
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
-        """A copy is gone from *tier*; *is_last*: no tier has one."""
+        """A copy was removed from *tier*; *is_last*: no tier has another."""
 
 
 @dataclass(eq=False)
 class CatalogState:
-    """The index, what is known of its chunks, the policies, and who holds what.
+    """The index, the metadata of its chunks, the policies and the holds.
 
-    ``lock`` guards all of it; it is held for dictionary operations only. Rows are never kept
-    past it: a row may be another chunk's as soon as it is let go.
+    ``lock`` guards all of it; it is held for dictionary operations only. Rows must not be kept
+    beyond it: a row may belong to another chunk once the lock is released.
     """
 
     policies: Mapping[str, EvictionPolicy]

@@ -1,4 +1,4 @@
-"""The Catalog: which copies exist, who holds them and which may go. One lock, no I/O."""
+"""The Catalog: which copies exist, which are held and which may be evicted. One lock, no I/O."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from kvstore.server.index.queries import CatalogQueries
 from kvstore.server.telemetry.events import Outcomes
 
 QUIET_S = 0.004
-"""Requests have paused when none came for so long."""
+"""Requests count as paused after this time without one."""
 _LOOKS_FOR_QUIET = 64
 SPARED = 4
-"""Events applied behind one answer: those of a lookup that learned a chain, and one more."""
+"""Events applied after one answer: those of a lookup that indexed a chain, and one more."""
 AT_ONCE = 32
-"""Chunks noted, or described, without letting go of the lock."""
+"""Chunks processed per acquisition of the lock."""
 _UNKNOWN = PutInfo()
 
 
@@ -39,10 +39,10 @@ _UNKNOWN = PutInfo()
 class PrefixMatch:
     """The chunks of the longest prefix that can be read.
 
-    ``sources[i]`` is the place of chunk i's tier in the request and ``sizes[i]`` its bytes there.
-    ``known`` counts the chunks that any tier has, ``pending`` those behind them that are being
-    written, ``evicted`` those of the prompt that had been evicted; ``shared`` those here or
-    evicted, where a prefix cannot end everywhere, else 0. ``lease_id`` is 0 without a lease.
+    ``sources[i]`` is the index of chunk i's tier in the request and ``sizes[i]`` its bytes there.
+    ``known`` counts the chunks that any tier has, ``pending`` those after them that are being
+    written, ``evicted`` the evicted ones of the prompt; ``shared`` existing and evicted ones if the
+    model cannot resume after every chunk, else 0. ``lease_id`` is 0 without a lease.
     """
 
     known: int
@@ -55,16 +55,16 @@ class PrefixMatch:
 
     @property
     def first_missing(self) -> int:
-        """The place in the chain of the first chunk that is neither known nor being written."""
+        """Index in the chain of the first chunk that is neither known nor pending."""
         return self.known + self.pending
 
 
 class Catalog:
-    """The index, the eviction policies and who holds what, kept in step under one lock.
+    """The index, the eviction policies and the holds, consistent under one lock.
 
     *metadata* gets an event before the policies, which rank by it. ``listeners`` are called with
-    copies; ``in_flight``, ``eviction`` and ``queries`` are parts that share the lock. ``leases``
-    are for reading, one entry at a time.
+    copies; ``in_flight``, ``eviction`` and ``queries`` share the lock. Other threads may read
+    single entries of ``leases``.
     """
 
     def __init__(
@@ -85,28 +85,28 @@ class Catalog:
         self.queries = CatalogQueries(state, self.in_flight)
         self.listeners: list[CatalogListener] = []
         self.outcomes = Outcomes(clock)
-        """What became of chunks that are not here."""
+        """The fates of absent chunks."""
         self.orphans: dict[str, set[ChunkKey]] = {tier: set() for tier in policies}
-        """By tier what was cast out and may still lie there. For reading."""
+        """By tier, copies that were dropped and may still exist there. Read-only for others."""
 
     # --- copies
 
     def needs_ends(self, space: Namespace, needs: ResumeRequirements) -> None:
-        """Prefixes of *space* are of a model that goes on only where it has what it *needs*."""
+        """Set what the model of *space* *needs* to resume after a prefix."""
         with self._lock:
             self._index.need(space, needs)
 
     def is_less_complete(self, key: ChunkKey, layout: KVLayout, *, absent: bool = False) -> bool:
-        """Whether the chunk is here with less of its end than *layout*; *absent* if it is not."""
+        """Whether the chunk has less end state than *layout*; *absent* if it does not exist."""
         with self._lock:
             row = self._index.row(key)
             return self._index.is_less_complete(row, layout) if row else absent
 
     def note_sealed(self, tier: str, info: ChunkInfo, put_info: PutInfo | None = None) -> None:
-        """A copy became visible on *tier*; *put_info* says where it came from, if it was put."""
+        """Record a copy that became visible on *tier*; *put_info* describes its put, if any."""
         with self._lock:
             row = self._index.row(info.key)
-            if row and self._index.layouts[row] != info.layout:  # all copies of a chunk are alike
+            if row and self._index.layouts[row] != info.layout:  # all copies have one layout
                 self.orphans[tier].add(info.key)
                 return
             self._sealed(tier, (info,), put_info, is_new=not row)
@@ -115,7 +115,7 @@ class Catalog:
     def _sealed(
         self, tier: str, infos: Sequence[ChunkInfo], put_info: PutInfo | None, *, is_new: bool
     ) -> None:
-        """Note the copy of one chunk, or of a chain of one layout and size that is new."""
+        """Record the copy of one chunk, or of a new chain of one layout and size."""
         index, known = self._index, self._metadata
         if orphans := self.orphans[tier]:
             orphans.difference_update([info.key for info in infos])
@@ -131,7 +131,7 @@ class Catalog:
             listener.stored(tier, infos, put_info)
 
     def forget(self, tier: str, key: ChunkKey) -> bool:
-        """A copy is gone from *tier*. False if it was not known."""
+        """Remove a copy on *tier* from the index. Return whether it was there."""
         with self._lock:
             return self._forget(tier, key)
 
@@ -153,21 +153,21 @@ class Catalog:
         return known
 
     def cast_out(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
-        """Make a copy an orphan until ``purged``. False if it was not there, or is held."""
+        """Make a copy an orphan until ``purged``. False if there is none, or it is held."""
         with self._lock:
             if not even_if_held and self._holds.is_held(key):
                 return False
             return self._forget(tier, key, to_orphans=True)
 
     def leave(self, tier: str, key: ChunkKey, other: str) -> bool:
-        """Do as ``cast_out`` where *other* has a copy, and nothing holds or evicts the chunk."""
+        """As ``cast_out``, if *other* has a copy and the chunk is not held or being evicted."""
         with self._lock:
             if other not in self._index.holders(self._index.row(key)) or self.eviction.stays(key):
                 return False
             return self._forget(tier, key, to_orphans=True)
 
     def purged(self, tier: str, key: ChunkKey) -> None:
-        """The tier has freed an orphan."""
+        """Record that the tier has freed an orphan."""
         with self._lock:
             self.orphans[tier].discard(key)
 
@@ -177,32 +177,32 @@ class Catalog:
             return self._index.copies(self._index.row(key))
 
     def holders(self, key: ChunkKey, least: Accuracy = Accuracy.approximate) -> list[str]:
-        """Return the tiers with such a copy of the chunk, in less time than ``copies``."""
+        """Return the tiers with a copy of at *least* this accuracy; faster than ``copies``."""
         with self._lock:
             return self._index.holders(self._index.find(key), least)
 
     def is_common(self, key: ChunkKey) -> bool:
-        """Whether several prompts have the chunk: two went on from it or from one behind it."""
+        """Whether several prompts share the chunk: two branch from it or from a later one."""
         with self._lock:
             return self._index.is_common(self._index.row(key))
 
     def size_bytes(self, tier: str, key: ChunkKey) -> int:
-        """Return the size of the chunk's frame on *tier*; 0 when it is not there."""
+        """Return the size of the chunk's frame on *tier*; 0 without a copy."""
         with self._lock:
             row = self._index.row(key)
             return self._index.size_bytes(tier, row) if tier in self._index.holders(row) else 0
 
     def evicted_count(self) -> int:
-        """Chunks without a copy that are remembered."""
+        """Return how many chunks without a copy are remembered."""
         return len(self._index.evicted)
 
     def __len__(self) -> int:
         return len(self._index)
 
-    # --- copies that others made, a chain at a time: a request waits for it
+    # --- copies of other servers, a chain at a time, as a request waits
 
     def note_found(self, tier: str, infos: Sequence[ChunkInfo]) -> list[ChunkInfo]:
-        """Note what others have on *tier*; return those whose layout is another than ours."""
+        """Record copies of other servers on *tier*; return those whose layout differs from ours."""
         others: list[ChunkInfo] = []
         index = self._index
         for start in range(0, len(infos), AT_ONCE):
@@ -221,7 +221,7 @@ class Catalog:
         return others
 
     def infos_on(self, tier: str, keys: Sequence[ChunkKey]) -> list[ChunkInfo | None]:
-        """Return what *tier* has of each of *keys*; None where it has nothing."""
+        """Return the copy on *tier* of each of *keys*, or None."""
         index = self._index
         found: list[ChunkInfo | None] = []
         for start in range(0, len(keys), AT_ONCE):
@@ -243,11 +243,10 @@ class Catalog:
         *,
         again: bool = False,
     ) -> PrefixMatch:
-        """Find the longest prefix with copies of *min_accuracy* on *tiers*, the best named first.
+        """Find the longest prefix with copies of *min_accuracy* on *tiers*, given best first.
 
-        None stands for a tier that is not to be read. Touches all chunks that any tier has,
-        unless it is the same lookup *again*. With *lease* what was found is leased. Raises
-        QuotaExceededError.
+        None marks a tier that must not be read. Touches all chunks that any tier has, unless
+        *again* repeats a lookup. *lease* leases the result. Raises QuotaExceededError.
         """
         index, hints = self._index, self._metadata.hints
         with self._lock:
@@ -271,19 +270,19 @@ class Catalog:
         return PrefixMatch(len(rows), pending, sources, sizes, lease_id, evicted, shared)
 
     def held(self, tier: str, keys: Sequence[ChunkKey], least: Accuracy) -> NDArray[np.bool_]:
-        """Return which of the known prefix of *keys* *tier* has at *least*."""
+        """Return a mask over the known prefix of *keys*: which *tier* has at *least*."""
         with self._lock:
             rows = self._index.readable(self._index.prefix(keys), least)
             return self._index.sizes(tier, rows, least)[0]
 
     def read_plan(self, keys: Sequence[ChunkKey], least: Accuracy) -> list[list[str]]:
-        """Return, for each of leased *keys*, the tiers with such a copy of it now."""
+        """Return, for each of leased *keys*, the tiers that have it now at *least*."""
         index = self._index
         with self._lock:
             return [index.holders(row, least) for row in index.rows(keys).tolist()]
 
     def _count_pending(self, keys: Sequence[ChunkKey], known: int, now_s: float) -> int:
-        """Return how many chunks after the known ones are being written, or are beside one."""
+        """Return the length of the run of pending or existing chunks from *known*; 0 if none is."""
         is_coming, is_expired = self.in_flight.is_coming, self._metadata.hints.is_expired
 
         def follows(at: int) -> bool:
@@ -296,7 +295,7 @@ class Catalog:
     def _choose(
         self, rows: Rows, least: Accuracy, tiers: Sequence[str | None]
     ) -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
-        """Return the first of *tiers* that has each chunk, and its bytes, up to one without."""
+        """Return the first of *tiers* with each chunk, and its bytes, up to the first miss."""
         sources = np.zeros(len(rows), np.uint8)
         sizes = np.zeros(len(rows), np.int64)
         open_rows = np.ones(len(rows), np.bool_)
@@ -312,7 +311,7 @@ class Catalog:
         return sources[:end], sizes[:end]
 
     def grant(self, keys: Sequence[ChunkKey], terms: LeaseTerms) -> tuple[Lease, int]:
-        """Lease what exists of a prefix; return it and its length. Raises QuotaExceededError."""
+        """Lease the existing prefix; return the lease and length. Raises QuotaExceededError."""
         with self._lock:
             now_s = self._clock()
             rows = self._metadata.hints.unexpired(self._index.prefix(keys), now_s)
@@ -325,13 +324,13 @@ class Catalog:
             return self._holds.leases.release(lease_id, session_id)
 
     def release_session(self, session_id: int) -> int:
-        """End all leases of a session, and what it announced."""
+        """End all leases and announcements of a session; return how many leases."""
         with self._lock:
             self.in_flight.drop(lambda put: put.session_id == session_id)
             return self._holds.leases.drop(lambda lease: lease.session_id == session_id)
 
     def expire(self) -> int:
-        """End leases and pins whose time is up; return how many leases."""
+        """End expired leases, pins and announcements; return how many leases."""
         with self._lock:
             now = self._clock()
             self.in_flight.drop(lambda put: put.until <= now)
@@ -350,12 +349,12 @@ class Catalog:
             return len(rows)
 
     def unpin(self, keys: Iterable[ChunkKey]) -> int:
-        """End explicit pins; return how many there were."""
+        """End explicit pins; return how many."""
         with self._lock:
             return sum(self._holds.pins.unpin(key) for key in keys)
 
     def hint(self, keys: Iterable[ChunkKey], hints: Hints) -> int:
-        """An engine gave hints of chunks; return how many pins are over the limit, and ignored."""
+        """Apply an engine's hints to chunks; return how many pins were ignored, over the limit."""
         index = self._index
         with self._lock:
             now = self._clock()
@@ -371,13 +370,13 @@ class Catalog:
             return ignored
 
     def expired_keys(self) -> list[ChunkKey]:
-        """Return some chunks whose time is up, and that are therefore nobody's hit any more."""
+        """Return some expired chunks; these no longer hit."""
         with self._lock:
             index, hints, keys = self._index, self._metadata.hints, list[ChunkKey]()
             for row in hints.expired(self._clock(), EXPIRED_AT_ONCE):
                 if index.holders(row):
                     keys.append(index.key(row))
-                else:  # it did not come again after the restart
+                else:  # not stored again since the restart
                     hints.set_expiry(row, NEVER)
             return keys
 
@@ -393,21 +392,21 @@ class Catalog:
             self._holds.leases.unpin(key)
 
     def is_held(self, key: ChunkKey) -> bool:
-        """Whether the chunk is read, pinned or to be used, so that it cannot be forgotten."""
+        """Whether the chunk is leased, pinned or handed over, so that it must not be deleted."""
         with self._lock:
             return self._holds.is_held(key)
 
     def evicted_below(self, key: ChunkKey) -> None:
-        """A lower tier is about to evict a chunk: that shows how long they stay there."""
+        """Record that a lower tier evicts a chunk, for the forecast of lifetimes there."""
         with self._lock:
             forecast, row = self._metadata.forecast, self._index.row(key)
             if forecast is not None and row:
                 forecast.evicted(row, self._clock())
 
-    # --- what policies learn, between requests
+    # --- policy updates between requests
 
     def drain(self, timeout_s: float) -> bool:
-        """Wait for a pause and apply what happened to the policies; False if nothing did."""
+        """Wait for a pause of requests and apply events; return False if there were none."""
         is_any = self.state.news.wait(timeout_s)
         for _ in range(_LOOKS_FOR_QUIET):
             if not self.state.news.is_set():
@@ -415,12 +414,12 @@ class Catalog:
             self.state.news.clear()
             time.sleep(QUIET_S)
         while not self.state.news.is_set() and self._step():
-            time.sleep(0)  # lets go of the interpreter, which a request may be waiting for
+            time.sleep(0)  # release the interpreter lock for waiting requests
         return is_any
 
     def drain_some(self) -> None:
-        """Apply what came first, if more waits behind it, after a lookup was answered: of many in
-        a row, each would otherwise have to apply an earlier one before its answer.
+        """Apply the oldest events after the answer to a lookup, down to one; in a burst, each
+        lookup would otherwise apply an earlier event before its answer.
         """
         for _ in range(SPARED):
             if len(self._access_log) <= 1:
@@ -431,10 +430,10 @@ class Catalog:
         with self._lock:
             return self._access_log.apply_next()
 
-    # --- over a restart
+    # --- restarts
 
     def save(self) -> SavedHistory:
-        """Return what is remembered of chunks, here or evicted, those that left first first."""
+        """Return the history of chunks, evicted ones first, the earliest evicted first."""
         known = self._metadata
         with self._lock:
             self._access_log.apply_all()
@@ -447,7 +446,7 @@ class Catalog:
             return saved
 
     def restore(self, saved: SavedHistory) -> int:
-        """Remember what an earlier run did; return how many chunks. Before any other event.
+        """Restore the history of an earlier run; return how many chunks. Before any other event.
 
         Raises InvalidRequestError.
         """
@@ -465,7 +464,7 @@ class Catalog:
 
 
 def _chains(infos: Sequence[ChunkInfo]) -> Iterator[list[ChunkInfo]]:
-    """Cut *infos* where one does not continue the one before, or is of another layout or size."""
+    """Split *infos* where one does not continue the previous one, or differs in layout or size."""
     chain: list[ChunkInfo] = []
     seen: set[ChunkKey] = set()
     for info in infos:

@@ -1,7 +1,7 @@
-"""The ChunkIndex: which chunks exist, what they continue, and which tiers hold copies.
+"""The ChunkIndex: which chunks exist, their parents, and which tiers hold copies.
 
-Chain digests already name a whole prefix, so no tree is walked: the longest cached prefix of a
-key chain is its longest run of known keys, up to where a model could go on.
+A chain digest identifies a whole prefix, so there is no tree to walk: the longest cached prefix of
+a key chain is its longest run of known keys, up to where a model can resume.
 """
 
 from __future__ import annotations
@@ -33,39 +33,39 @@ from kvstore.proto.types import (
 from kvstore.server.eviction.policy import Rows
 
 MAX_CHECKPOINT_SPACES = 4096
-"""Namespaces of models with state that are told apart; one more, and the oldest is forgotten."""
+"""Limit of namespaces of models with resume requirements; beyond it the oldest is forgotten."""
 
 _HAS_WINDOW, _HAS_STATE = 1, 2
 
 
 class ResumeRequirements(NamedTuple):
-    """What a model needs of the end of a prefix: states, and the last so many tokens' windows."""
+    """What a model needs to resume after a prefix: a state, and windows of the last tokens."""
 
     state: bool = False
     window_tokens: int = 0
 
     @classmethod
     def of_groups(cls, groups: Iterable[LayerGroup]) -> ResumeRequirements:
-        """Return what layers of *groups* need. A window of w sees the w - 1 tokens before."""
+        """Return what layers of *groups* need. A window of w attends to the w - 1 tokens before."""
         kinds = [(group.kind, group.window_tokens) for group in groups]
         widths = [max(1, width - 1) for kind, width in kinds if kind is LayerKind.window]
         return cls(any(kind is LayerKind.state for kind, _ in kinds), max(widths, default=0))
 
     @classmethod
     def of_layout(cls, layout: KVLayout) -> ResumeRequirements:
-        """Return what a chunk of *layout* gives away of its model's needs."""
+        """Return the needs of a model that a chunk of *layout* implies."""
         windows = [c.tokens for c in layout.components if c.kind is LayerKind.window]
         return cls(layout.has(LayerKind.state), max(windows, default=0))
 
     def flags(self) -> int:
-        """Return the same as bits of one byte."""
+        """Return the needs as a bit mask."""
         return _HAS_STATE * self.state | _HAS_WINDOW * (self.window_tokens > 0)
 
 
 def _reach(
     has: NDArray[np.bool_], rows: Rows, tokens: Callable[[int], int], wanted: int
 ) -> NDArray[np.bool_]:
-    """Return after which rows the last *wanted* tokens, or all there are, lie in windows kept."""
+    """Return after which rows windows cover the last *wanted* tokens, or all tokens."""
     behind = np.cumsum(np.fromiter(map(tokens, rows.tolist()), np.int64, len(rows)))
     before = np.concatenate([[0], behind])
     gap = np.maximum.accumulate(np.where(has, -1, np.arange(len(rows))))
@@ -74,22 +74,22 @@ def _reach(
 
 
 class EvictedEntries:
-    """Rows in the order in which they came, any of them taken out in O(1). Nine bytes a row.
+    """A ghost list: evicted rows in order of eviction, with O(1) removal. Nine bytes a row.
 
-    Ghost lists are how a cache learns from what it evicted too early (ARC, Megiddo and Modha,
-    FAST 2003). Row 0 is nobody's and begins the list. Who makes it lengthens its ``columns``.
+    A cache learns from ghosts what it evicted too early (ARC, Megiddo and Modha, FAST 2003). Row 0
+    is the list head and belongs to no chunk. The owner extends its ``columns``.
     """
 
     def __init__(self) -> None:
         self._newer = array("I")
         self._older = array("I")
         self.here = array("B")
-        """1 for each row that is here, by row."""
+        """1 for each row in the list, by row."""
         self.columns = (self._newer, self._older, self.here)
         self._count = 0
 
     def append(self, row: int) -> None:
-        """Put a row that is not here behind all others."""
+        """Append a row that is not in the list."""
         newest = self._older[NO_ROW]
         self._newer[newest] = self._older[NO_ROW] = row
         self._older[row], self._newer[row] = newest, NO_ROW
@@ -97,7 +97,7 @@ class EvictedEntries:
         self._count += 1
 
     def remove(self, row: int) -> None:
-        """Take out a row that is here."""
+        """Remove a row that is in the list."""
         older, newer = self._older[row], self._newer[row]
         self._newer[older], self._older[newer] = newer, older
         self.here[row] = 0
@@ -114,7 +114,7 @@ class EvictedEntries:
 
 
 class CopyColumns(NamedTuple):
-    """The copies on one tier; ``accuracies`` are one more than the copy's, 0 for no copy."""
+    """The copies on one tier; ``accuracies`` are the copy's plus one, 0 without a copy."""
 
     sizes: array[int]
     codecs: array[int]
@@ -122,17 +122,17 @@ class CopyColumns(NamedTuple):
 
 
 MAX_TIERS = 8
-"""A chunk's tiers are the bits of one byte."""
+"""The tiers of a chunk are the bits of one byte."""
 
 EVICTED_A_CHUNK = 2
-"""Of so many times the chunks that have copies the ghosts are kept, though it be over the limit."""
+"""Ghosts kept per chunk with a copy, even beyond the limit."""
 
 MAX_DEPTH = 1 << 14
-"""Chunks before one that are counted."""
+"""Limit of parents visited."""
 
 _LAYOUTS_KEPT = 1024
 _FORGOTTEN_AT_ONCE = 16
-"""Ghosts that are forgotten together: reported together, and never for a long time."""
+"""Ghosts forgotten in one batch, small enough to be quick."""
 
 _COMMON, _WHOLE = 1, 2
 """Marks of a row."""
@@ -140,7 +140,7 @@ _COMMON, _WHOLE = 1, 2
 
 @lru_cache(_LAYOUTS_KEPT)
 def _kept_layout(layout: KVLayout) -> tuple[KVLayout, ResumeRequirements, int]:
-    """Return the first of the equal layouts, its ``of_layout`` and the flags of that."""
+    """Return the first of equal layouts, its requirements and their flags."""
     needs = ResumeRequirements.of_layout(layout)
     return layout, needs, needs.flags()
 
@@ -149,15 +149,14 @@ class ChunkIndex:
     """Chunks by key, each in a row of columns. Not thread-safe: the catalog's lock guards it.
 
     A row belongs to a chunk while any tier has a copy of it, while it is a ghost, or while a
-    chunk with a copy continues it. When its last copy goes a chunk becomes a ghost, the oldest of
-    which are forgotten when there are more than *evicted_limit* and EVICTED_A_CHUNK for each
-    chunk with a copy; 0: there are none. *on_forget* is called with the rows of ghosts before
-    they can be other chunks'. Columns, as garbage collection would go through millions of
-    objects. *columns* of others are kept as long as its own.
+    chunk with a copy continues it. A chunk that loses its last copy becomes a ghost; the oldest
+    are forgotten beyond both *evicted_limit* and EVICTED_A_CHUNK per chunk with a copy; 0: no
+    ghosts. *on_forget* is called with the rows of ghosts before they are reused. Columns, as
+    garbage collection would traverse millions of objects; *columns* of others are extended too.
 
-    In a namespace of a model with state or window layers (``needs``) a prefix can be continued
-    only exactly where a state was kept (Marconi, MLSys 2025, section 3), and at most so many
-    tokens behind a window.
+    In a namespace of a model with state or window layers (``needs``) a prefix can be resumed only
+    exactly where a state was stored (Marconi, MLSys 2025, section 3), and where windows cover the
+    tokens before.
     """
 
     def __init__(
@@ -172,32 +171,32 @@ class ChunkIndex:
         self.tiers = tuple(tiers)
         self._table = KeyTable()
         self.key = self._table.key
-        """From a row to its key."""
+        """Maps a row to its key."""
         self.keys = self._table.keys
-        """From rows to their keys, each a void of 32 bytes."""
+        """Maps rows to their keys, each a void of 32 bytes."""
         self.find, self.rows = self._table.find, self._table.find_all
-        """From a key, or keys, to rows, which may be without a copy; NO_ROW where there is none."""
+        """Map a key, or keys, to rows, with or without a copy; NO_ROW for unknown keys."""
         self.prefix = self._table.prefix
-        """From keys to the rows of those before the first that has none."""
+        """Maps keys to rows, up to the first unknown key."""
         self._holders = array("B")
-        """A bit for each tier that has a copy."""
+        """One bit per tier that has a copy."""
         self.parents = array("I")
-        """The row of the chunk before; NO_ROW at the start of a chain."""
+        """The row of the parent; NO_ROW at the start of a chain."""
         self._uses = array("I")
-        """Known chunks that continue the row's, and one for its copies."""
+        """Known chunks that continue this one, plus one if it has copies or is a ghost."""
         self._wholes = array("I")
-        """Of those that continue it, how many are no shorter than it."""
+        """How many of the chunks that continue it are no shorter than it."""
         self._marks = array("B")
-        """_COMMON: two whole chunks continued it, or one behind it. _WHOLE: one of ``_wholes``."""
+        """_COMMON: two whole chunks continued it or a later one. _WHOLE: counts in ``_wholes``."""
         self._flops = array("d")
         self.hits = array("I")
-        """How often the chunk was found; a lookup that names it twice finds it once."""
+        """Lookups that found the chunk; one that names it twice counts once."""
         self.layouts: list[KVLayout | None] = []
-        """Of chunks with a copy."""
+        """Layouts of chunks with a copy."""
         self._ends = array("B")
-        """``ResumeRequirements.flags`` of each chunk with a copy."""
+        """``ResumeRequirements.flags`` of chunks with a copy."""
         self.needs: OrderedDict[bytes, ResumeRequirements] = OrderedDict()
-        """By namespace, for models that need anything of the end of a prefix."""
+        """Resume requirements by namespace, for models that have any."""
         self.evicted = EvictedEntries()
         self._copies = {tier: CopyColumns(array("Q"), array("H"), array("B")) for tier in tiers}
         self._columns: list[array[Any]] = [
@@ -208,14 +207,14 @@ class ChunkIndex:
         self._count = 0
         self._evicted_limit = evicted_limit
         self._on_forget = on_forget
-        self._extend()  # row 0 is nobody's
+        self._extend()  # row 0 belongs to no chunk
 
     # --- changes
 
     def add(self, tier: str, infos: Sequence[ChunkInfo]) -> list[int]:
-        """Note copies on *tier* of one chunk, or of a new chain of one layout; return the rows."""
+        """Add copies on *tier* of one chunk, or of a new chain of one layout; return the rows."""
         rows: list[int] = []
-        for info in infos:  # written out: a put waits for it
+        for info in infos:  # inlined for speed: a put waits
             rows.append(self._table.add(info.key))
             if rows[-1] == len(self._holders):
                 self._extend()
@@ -230,7 +229,7 @@ class ChunkIndex:
         return rows
 
     def _describe(self, rows: Sequence[int], infos: Sequence[ChunkInfo]) -> None:
-        """Keep what is the same in all copies."""
+        """Record what all copies have in common."""
         layout, needs, flags = _kept_layout(infos[0].layout)
         if flags:
             self.need(Namespace(infos[0].key[:DIGEST_BYTES]), needs)
@@ -238,7 +237,7 @@ class ChunkIndex:
         above = NO_ROW if parent is None else self._row_for(parent)
         self._count += len(rows)
         for row, info in zip(rows, infos, strict=True):
-            if self.evicted.here[row]:  # which held the row until now
+            if self.evicted.here[row]:  # the ghost counts in _uses already
                 self.evicted.remove(row)
             else:
                 self._uses[row] += 1
@@ -246,7 +245,7 @@ class ChunkIndex:
                 self._uses[above] += 1
                 self.parents[row] = above
                 before = self.layouts[above]
-                # The end of a prompt is stored shorter, and again once more was generated behind.
+                # The last chunk of a prompt is shorter, and stored again once it has grown.
                 if before is None or layout.tokens >= before.tokens:
                     self._marks[row] |= _WHOLE
                     self._wholes[above] += 1
@@ -260,7 +259,7 @@ class ChunkIndex:
             above = row
 
     def need(self, space: Namespace, needs: ResumeRequirements) -> None:
-        """Take note of what the model of *space* needs where a prefix ends."""
+        """Record what the model of *space* needs to resume after a prefix."""
         known = self.needs.get(space, needs)
         tokens = max(known.window_tokens, needs.window_tokens)
         self.needs[space] = ResumeRequirements(known.state or needs.state, tokens)
@@ -280,7 +279,7 @@ class ChunkIndex:
         self.layouts += [None] * count
 
     def discard(self, tier: str, row: int) -> bool:
-        """Forget the copy on *tier*. Return whether there was one; a row may go with its last."""
+        """Remove the copy on *tier*; return whether there was one. The last may free the row."""
         if not self._copies[tier].accuracies[row]:
             return False
         self._copies[tier].accuracies[row] = 0
@@ -320,7 +319,7 @@ class ChunkIndex:
             self._let_go(row)
 
     def add_evicted(self, key: ChunkKey) -> int:
-        """Remember a chunk as the one evicted last; return its row, NO_ROW without room."""
+        """Add a chunk as the latest ghost; return its row, NO_ROW if known or at the limit."""
         if len(self.evicted) >= self._most_evicted() or self.row(key) or self.is_evicted(key):
             return NO_ROW
         row = self._row_for(key)
@@ -328,7 +327,7 @@ class ChunkIndex:
         self.evicted.append(row)
         return row
 
-    # --- questions
+    # --- queries
 
     def row(self, key: ChunkKey) -> int:
         """Return the row of a chunk with a copy; NO_ROW when no tier holds it."""
@@ -336,7 +335,7 @@ class ChunkIndex:
         return row if self._holders[row] else NO_ROW
 
     def is_evicted(self, key: ChunkKey) -> bool:
-        """Whether the chunk is a ghost: remembered, without a copy."""
+        """Whether the chunk is a ghost."""
         return self.evicted.here[self._table.find(key)] != 0
 
     def known_rows(self) -> Iterator[int]:
@@ -350,9 +349,9 @@ class ChunkIndex:
         return 0 if layout is None else layout.tokens
 
     def context_tokens(self, row: int) -> int:
-        """Return the tokens of the chunks before this one, as far back as they have copies."""
+        """Return the tokens of the ancestors of this chunk, up to the first without a copy."""
         tokens, above = 0, self.parents[row]
-        for _ in range(MAX_DEPTH):  # of parents that lie in a circle, too
+        for _ in range(MAX_DEPTH):  # bounded even if parents form a cycle
             if not above or not self._holders[above]:
                 break
             tokens += self.tokens(above)
@@ -364,23 +363,23 @@ class ChunkIndex:
         return self._uses[row] - 1
 
     def is_common(self, row: int) -> bool:
-        """Whether two whole chunks continued this one, or one behind it, since it is known."""
+        """Whether two whole chunks have continued this one or a later one."""
         return bool(self._marks[row] & _COMMON)
 
     def size_bytes(self, tier: str, row: int) -> int:
-        """Return the size of the frame on *tier*, which there must be."""
+        """Return the size of the frame on *tier*, which must have a copy."""
         return self._copies[tier].sizes[row]
 
     def any_size_bytes(self, row: int) -> int:
-        """Return the size of the frame on the first tier that has it, which there must be."""
+        """Return the size of the frame on its first tier; there must be a copy."""
         return self.size_bytes(self.holders(row)[0], row)
 
     def holders(self, row: int, least: Accuracy = Accuracy.approximate) -> list[str]:
-        """Return the tiers that hold the row's chunk, at *least* so true, in the index's order."""
+        """Return the tiers that hold the chunk with at *least* this accuracy, in index order."""
         return [tier for tier, one in self._copies.items() if one.accuracies[row] > least]
 
     def info(self, tier: str, row: int) -> ChunkInfo:
-        """Return the description of the copy on *tier*, which there must be."""
+        """Return the description of the copy on *tier*, which must have one."""
         copies = self._copies[tier]
         above = self.parents[row]
         parent = ChainDigest(self.key(above)[DIGEST_BYTES:]) if above else ROOT
@@ -396,14 +395,14 @@ class ChunkIndex:
         return {tier: self.info(tier, row) for tier in self.holders(row)}
 
     def known_prefix(self, keys: Sequence[ChunkKey]) -> Rows:
-        """Return the rows of the longest run of *keys* that have a copy or are ghosts."""
+        """Return the rows of the longest prefix of *keys* that have a copy or are ghosts."""
         rows = self.prefix(keys)
         here = np.frombuffer(self._holders, np.uint8)[rows]
         known = here | np.frombuffer(self.evicted.here, np.uint8)[rows]
         return rows if known.all() else rows[: int(known.argmin())]
 
     def readable(self, rows: Rows, least: Accuracy = Accuracy.exact) -> Rows:
-        """Return the prefix of *rows* with copies of *least*, after which a model can go on."""
+        """Return the longest prefix of *rows* with copies of *least* that a model can resume."""
         fit = np.zeros(len(rows), np.bool_)
         for copies in self._copies.values():
             fit |= np.frombuffer(copies.accuracies, np.uint8)[rows] > least
@@ -411,7 +410,7 @@ class ChunkIndex:
         return self.usable(rows) if self.needs else rows
 
     def usable(self, rows: Rows) -> Rows:
-        """Return the prefix of *rows*, of one chain, after which a model could go on."""
+        """Return the longest prefix of *rows*, of one chain, that a model can resume."""
         is_any = self.needs and len(rows)
         needs = self.needs.get(self.key(int(rows[0]))[:DIGEST_BYTES]) if is_any else None
         if needs is None:
@@ -427,13 +426,13 @@ class ChunkIndex:
         return rows[: int(ends[-1]) + 1 if len(ends) else 0]
 
     def is_less_complete(self, row: int, layout: KVLayout) -> bool:
-        """Whether the chunk has less of its end than *layout*."""
+        """Whether the chunk has less end state than *layout*."""
         return bool(ResumeRequirements.of_layout(layout).flags() & ~self._ends[row])
 
     def sizes(
         self, tier: str, rows: Rows, least: Accuracy
     ) -> tuple[NDArray[np.bool_], NDArray[np.int64]]:
-        """Return which chunks *tier* has a copy of at *least*, and how large each is."""
+        """Return which chunks *tier* has at *least*, and the size of each."""
         copies = self._copies[tier]
         held = np.frombuffer(copies.accuracies, np.uint8)[rows] > least
         return held, np.frombuffer(copies.sizes, np.int64)[rows]
@@ -444,14 +443,14 @@ class ChunkIndex:
         return self.keys(rows[np.frombuffer(self._holders, np.uint8)[rows] > 0])
 
     def held_rows(self, first: int, count: int) -> tuple[list[int], int]:
-        """Return those of *count* rows from *first* with copies, and the next; 0 at the end."""
+        """Return the rows with copies among *count* from *first*, and the next; 0 at the end."""
         stop = first + count
         held = np.frombuffer(self._holders, np.uint8)[first:stop]
         rows: list[int] = (first + np.flatnonzero(held)).tolist()
         return rows, stop if stop < len(self._holders) else 0
 
     def only_on(self, tiers: Iterable[str]) -> list[ChunkKey]:
-        """Return the chunks that are on no tier but these."""
+        """Return the chunks that are only on these tiers."""
         bits = sum(1 << self.tiers.index(tier) for tier in tiers)
         holders = np.frombuffer(self._holders, np.uint8)
         rows = np.flatnonzero((holders > 0) & (holders & ~np.uint8(bits) == 0))

@@ -1,4 +1,4 @@
-"""Which copies may go: victims by the tiers' policies, and what each tenant takes of a tier."""
+"""Choice of eviction victims by the tiers' policies, and the use of each tier by tenants."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ from kvstore.server.eviction.quotas import PartitionedEviction, PolicyReport, Qu
 from kvstore.server.index.access_log import CatalogState
 
 LOOKED_AT = 4096
-"""Victims that are gone through for one chunk's rank."""
+"""Victims visited to find one chunk's rank."""
 EXPIRED_AT_ONCE = 256
 
 
 class Wanted(NamedTuple):
-    """For which partition victims are: others' above their guarantee, or its own alone."""
+    """Partition to evict for: from all partitions above their guarantee, or from its own only."""
 
     partition: int = 0
     is_own: bool = False
@@ -28,7 +28,7 @@ EVERYBODY = Wanted()
 
 
 class TierUse(NamedTuple):
-    """What a tenant takes of a tier, and may take."""
+    """A tenant's use and quota of a tier."""
 
     used_bytes: int
     chunks: int
@@ -36,28 +36,28 @@ class TierUse(NamedTuple):
 
 
 class EvictionState:
-    """The policies' choices, and which evictions run. Shares the lock of *state*. Thread-safe.
+    """Chooses victims and tracks running evictions. Shares the lock of *state*. Thread-safe.
 
-    A policy knows exactly the rows of the copies on its tier. A key with a lease, a pin or a
-    running move is never handed out as a victim.
+    A policy tracks exactly the rows of the copies on its tier. A key with a lease, a pin or a
+    running move is never chosen as a victim.
     """
 
     def __init__(self, state: CatalogState) -> None:
         self._state = state
         self._index, self.partitions = state.index, state.metadata.partitions
         self.leaving: dict[ChunkKey, str] = {}
-        """Chunks being evicted, and the tier they leave."""
+        """Chunks being evicted, and the tier that evicts them."""
         self._unclaimed = threading.Condition(state.lock)
 
     def partition(self, key: ChunkKey, tenant: str, category: str) -> int:
-        """Return the partition that a chunk counts against, be it here or only to come."""
+        """Return the partition that an existing or new chunk counts against."""
         with self._state.lock:
             if row := self._index.row(key):
                 return self._state.metadata.hints.partitions[row]
             return self.partitions.number(tenant, category)
 
     def owed_bytes(self, tier: str, partition: int, need_bytes: int, need_chunks: int = 1) -> int:
-        """Return what a partition has to free on *tier* to take so many bytes and chunks more."""
+        """Return what a partition must free on *tier* to add *need_bytes* and *need_chunks*."""
         policy = self._state.policies[tier]
         if not isinstance(policy, PartitionedEviction):
             return 0
@@ -73,9 +73,9 @@ class EvictionState:
         wanted: Wanted = EVERYBODY,
         allocated: Callable[[int], int] = int,
     ) -> list[ChunkKey]:
-        """Choose what to evict and keep others from choosing the same. Pair with ``unclaim``.
+        """Choose victims and reserve them for the caller. Pair with ``unclaim``.
 
-        A frame of n bytes frees *allocated* (n) of those that are needed.
+        A frame of n bytes frees *allocated* (n) bytes.
         """
         index, victims = self._index, list[ChunkKey]()
         with self._state.lock:
@@ -91,7 +91,7 @@ class EvictionState:
         return victims
 
     def claim(self, tier: str, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
-        """Claim those of *keys* that may go, whatever the policy says."""
+        """Claim those of *keys* that may be evicted, regardless of the policy."""
         with self._state.lock:
             victims = [key for key in keys if not self.stays(key)]
             self.leaving.update(dict.fromkeys(victims, tier))
@@ -111,7 +111,7 @@ class EvictionState:
         yield from self._ordered(tier, wanted, stays)
 
     def _sparing(self, tier: str, wanted: Wanted, stays: Callable[[int], bool]) -> Iterator[int]:
-        """Yield those candidates without which no chunk of a faster tier would be orphaned."""
+        """Yield candidates whose eviction leaves no chunk of a faster tier without its parent."""
         index = self._index
         named: Counter[int] = Counter()
 
@@ -124,7 +124,7 @@ class EvictionState:
             yield row
 
     def _ordered(self, tier: str, wanted: Wanted, stays: Callable[[int], bool]) -> Iterator[int]:
-        """Yield who may go, as the tier's policy and the engines' priorities have it."""
+        """Return candidates in the order of the tier's policy and the engines' priorities."""
         policy, now = self._state.policies[tier], self._state.clock()
         if not isinstance(policy, PartitionedEviction):
             rows = policy.victims(stays, now)
@@ -134,7 +134,7 @@ class EvictionState:
         return self._state.metadata.hints.in_order(rows, parent, len(policy))
 
     def rank(self, tier: str, key: ChunkKey) -> tuple[int, bool]:
-        """Return how many others *tier* would evict before *key*, and whether it may be more."""
+        """Return how many chunks *tier* would evict before *key*, and whether it may be more."""
         with self._state.lock:
             self._state.access_log.apply_all()
             victims = list(islice(self._candidates(tier, EVERYBODY), LOOKED_AT))
@@ -142,14 +142,14 @@ class EvictionState:
             return (victims.index(row), False) if row in victims else (len(victims), True)
 
     def unclaim(self, keys: Iterable[ChunkKey]) -> None:
-        """The eviction is over, whatever became of it."""
+        """End the claims of ``claim_victims`` or ``claim``."""
         with self._state.lock:
             for key in keys:
                 del self.leaving[key]
             self._unclaimed.notify_all()
 
     def await_unclaimed(self, tier: str, deadline: float) -> bool:
-        """Wait until an eviction from *tier* is over; False if none runs or time is up."""
+        """Wait until an eviction from *tier* ends; False if none runs or at the deadline."""
         with self._unclaimed:
             left_s = deadline - self._state.clock()
             if tier not in self.leaving.values() or left_s <= 0:
@@ -160,16 +160,16 @@ class EvictionState:
         """Whether a chunk must not be evicted now. Under the lock."""
         return key in self.leaving or self._state.holds.is_held(key)
 
-    # --- what tiers have
+    # --- use of tiers
 
     def count_on(self, tier: str) -> int:
-        """Copies known on *tier*."""
+        """Return the number of copies on *tier*."""
         with self._state.lock:
             self._state.access_log.apply_all()
             return len(self._state.policies[tier])
 
     def policy_report(self, tier: str) -> PolicyReport:
-        """Return which policy *tier* evicts by, and what its partitions take."""
+        """Return the eviction policy of *tier* and the use of its partitions."""
         known, policy = self._state.metadata, self._state.policies[tier]
         name = known.policy_names.get(tier, type(policy).__name__)
         with self._state.lock:
@@ -177,7 +177,7 @@ class EvictionState:
             return PolicyReport.of(name, policy, known.what_ifs.get(tier), known.partitions.names)
 
     def quotas_of(self, tenant: str) -> dict[str, TierUse]:
-        """Return by tier what *tenant* takes; none when its chunks are not counted."""
+        """Return the use of each tier by *tenant*; empty when it has no partition of its own."""
         number = self.partitions.number(tenant)
         if tenant not in self.partitions.tenants:
             return {}
@@ -190,7 +190,7 @@ class EvictionState:
             }
 
     def set_quotas(self, tenant: str, quotas: Mapping[str, Quota]) -> None:
-        """Hold *tenant* to other quotas, by tier. Raises InvalidRequestError, changing nothing."""
+        """Set the quotas of *tenant*, by tier: all, or none if one raises InvalidRequestError."""
         number = self.partitions.number(tenant)
         with self._state.lock:
             checked = []

@@ -1,4 +1,4 @@
-"""What is known of chunks beyond their bytes: what engines said of them, and whose they are."""
+"""Metadata of chunks: hints of engines, partitions of quotas, and history."""
 
 from __future__ import annotations
 
@@ -23,20 +23,20 @@ from kvstore.tiers.base import DEFAULT_TENANT
 
 LOOK_AHEAD = 32
 LOOK_AHEAD_SHARE = 16
-"""Of so many of the chunks that are next to go, a sixteenth of all at most, the one of lowest
-priority goes first. So priorities, true or not, decide about a sixteenth of a tier and no more."""
+"""Of the next LOOK_AHEAD victims, at most a sixteenth of all chunks, the one of lowest priority is
+evicted first. So priorities, honest or not, decide about at most a sixteenth of a tier."""
 
 _STALE_TIMES = 1024
 NEVER = 0.0
 _LEAST_S = 1e-9
-"""What a chunk is said to have left to live whose time is up."""
+"""Saved remaining lifetime of an expired chunk."""
 
 
 class RowHints:
     """Columns by row, 11 bytes each. Not thread-safe: the catalog's lock guards it.
 
-    The ChunkIndex lengthens the ``columns``. Times are seconds on the caller's clock. A row
-    without hints has no priority, lives for ever and is in partition 0.
+    The ChunkIndex extends the ``columns``. Times are seconds on the caller's clock. A row without
+    hints has no priority, never expires and is in partition 0.
     """
 
     def __init__(self) -> None:
@@ -45,15 +45,15 @@ class RowHints:
         self.partitions = array("H")
         self.columns = (self.priorities, self.expiries, self.partitions)
         self._times: list[tuple[float, int]] = []
-        """When which row may expire, a heap; entries that are no longer true are skipped."""
+        """A heap of expiry times and rows; stale entries are skipped."""
         self.expiring = 0
-        """Chunks that expire some time."""
+        """Chunks with an expiry."""
         self._prioritized = 0
 
     # --- priorities
 
     def set_priority(self, row: int, priority: int) -> None:
-        """Give a chunk a priority of 1 to 100; 0 takes it back."""
+        """Set a chunk's priority, 1 to 100; 0 removes it."""
         self._prioritized += bool(priority) - bool(self.priorities[row])
         self.priorities[row] = priority
 
@@ -64,7 +64,7 @@ class RowHints:
     def in_order(
         self, victims: Iterator[int], parent: Callable[[int], int], count: int
     ) -> Iterator[int]:
-        """Yield *victims*, the lowest priority of the next few first, behind what continues it."""
+        """Yield *victims*, the lowest priority of the next few first, children before parents."""
         window = min(LOOK_AHEAD, count // LOOK_AHEAD_SHARE)
         if not self._prioritized or window < 2:
             yield from victims
@@ -85,23 +85,23 @@ class RowHints:
     # --- lifetimes
 
     def set_expiry(self, row: int, expires_s: float) -> None:
-        """Let a chunk expire at *expires_s*; NEVER takes it back."""
+        """Let a chunk expire at *expires_s*, or NEVER."""
         self.expiring += (expires_s != NEVER) - (self.expiries[row] != NEVER)
         self.expiries[row] = expires_s
         if expires_s != NEVER:
             heapq.heappush(self._times, (expires_s, row))
             if len(self._times) > 2 * self.expiring + _STALE_TIMES:
-                self._times = sorted(set(filter(self._is_true, self._times)))  # which is a heap
+                self._times = sorted(set(filter(self._is_true, self._times)))  # sorted: a heap
 
     def _is_true(self, time: tuple[float, int]) -> bool:
         return self.expiries[time[1]] == time[0]
 
     def is_expired(self, row: int, now_s: float) -> bool:
-        """Whether the chunk's time is up."""
+        """Whether the chunk has expired."""
         return NEVER != self.expiries[row] <= now_s
 
     def unexpired(self, rows: Rows, now_s: float) -> Rows:
-        """Return *rows* up to the first whose time is up."""
+        """Return *rows* up to the first expired one."""
         if not self.expiring:
             return rows
         expiries = np.frombuffer(self.expiries)[rows]
@@ -109,9 +109,9 @@ class RowHints:
         return rows[: int(late.argmax())] if late.any() else rows
 
     def expired(self, now_s: float, limit: int) -> list[int]:
-        """Return at most *limit* chunks whose time is up, the first to expire first.
+        """Return at most *limit* expired chunks, the earliest first.
 
-        They are named again and again until they are forgotten or live on.
+        Each is returned again until it is forgotten or its expiry changes.
         """
         found: dict[tuple[float, int], int] = {}
         while self._times and self._times[0][0] <= now_s and len(found) < limit:
@@ -122,43 +122,43 @@ class RowHints:
             heapq.heappush(self._times, time)
         return list(found.values())
 
-    # --- over a restart
+    # --- restarts
 
     def write(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
-        """Write what is known of *rows* into *chunks*, of ``access_history.CHUNK``."""
+        """Write the hints of *rows* into *chunks*, of dtype ``access_history.CHUNK``."""
         chunks["priority"] = np.frombuffer(self.priorities, np.uint8)[rows]
         expiries = np.frombuffer(self.expiries)[rows]
         chunks["left_s"] = np.where(expiries == NEVER, 0.0, np.maximum(expiries - now_s, _LEAST_S))
 
     def restore(self, rows: Rows, chunks: NDArray[np.void], now_s: float) -> None:
-        """Take what an earlier run wrote."""
+        """Restore the hints that an earlier run wrote."""
         spoken = np.flatnonzero((chunks["left_s"] > 0) | (chunks["priority"] > 0))
         for row, chunk in zip(rows[spoken].tolist(), chunks[spoken], strict=True):
             self.set_priority(row, min(int(chunk["priority"]), MAX_PRIORITY))
             self.set_expiry(row, now_s + float(chunk["left_s"]) if chunk["left_s"] else NEVER)
 
     def forget(self, row: int) -> None:
-        """The chunk is nowhere any more."""
+        """Reset the row of a chunk without copies."""
         self.set_priority(row, 0)
         self.set_expiry(row, NEVER)
         self.partitions[row] = 0
 
 
 MAX_GROUPS = 15
-"""Those that came first; statistics of all others are kept together, as group 0."""
+"""Limit of groups; statistics of all later ones are kept together, as group 0."""
 
 EVICTED_LIMIT = 1 << 18
-"""Chunks without a copy that are remembered at least, if there were so many."""
+"""Default number of chunks without a copy that are remembered."""
 
 _SPACES_KEPT = 4096
 
 UNKNOWN_CONTENT = bytes(DIGEST_BYTES)
-"""Content digest of a chunk whose frame names none."""
+"""Content digest of a chunk whose frame has none."""
 
 
 @dataclass(frozen=True, slots=True)
 class PutInfo:
-    """Whose chunk it is, what was said when it was put, and what its frame says of its tokens."""
+    """The tenant and hints of a put, and the content digest and position in its frame."""
 
     tenant: str = DEFAULT_TENANT
     hints: Hints = NO_HINTS
@@ -168,11 +168,10 @@ class PutInfo:
 
 @dataclass(slots=True, eq=False)
 class ChunkMetadata:
-    """By row of the ChunkIndex. Not thread-safe: the catalog's lock guards it.
+    """Metadata by row of the ChunkIndex. Not thread-safe: the catalog's lock guards it.
 
-    ``category_ttls_s`` is how long chunks of a category live when no hint says so, ``what_ifs``
-    the tiers whose size is wondered about, ``policy_names`` what each tier's policy is called.
-    Times are seconds on the caller's clock.
+    ``category_ttls_s``: lifetimes of categories without a hint; ``what_ifs``: miss-ratio curves by
+    tier; ``policy_names``: names of the policies by tier. Times are seconds on the caller's clock.
     """
 
     history: AccessHistory = field(default_factory=AccessHistory)
@@ -183,14 +182,14 @@ class ChunkMetadata:
     what_ifs: Mapping[str, MissRatioCurve] = field(default_factory=dict)
     policy_names: Mapping[str, str] = field(default_factory=dict)
     groups: dict[tuple[str, str], int] = field(default_factory=dict)
-    """Numbers of (tenant, category), in the order in which they came, from 1."""
+    """Numbers of (tenant, category), in order of arrival, from 1."""
     forecast: ReuseForecast | None = None
-    """Of the same history; None where no tier's admission needs chances."""
+    """Forecast over the same history; None if no tier's admission needs chances."""
     _full_tokens: OrderedDict[bytes, int] = field(default_factory=OrderedDict)
-    """By namespace, the most tokens that a chunk of it had: shorter ones end a prompt."""
+    """By namespace, the tokens of its longest chunk: shorter chunks end a prompt."""
 
     def group(self, tenant: str, category: str) -> int:
-        """Return the group's number; 0 for those that came after MAX_GROUPS others."""
+        """Return the group's number; 0 for those beyond MAX_GROUPS."""
         number = self.groups.get((tenant, category), 0)
         if not number and len(self.groups) < MAX_GROUPS:
             number = self.groups[tenant, category] = len(self.groups) + 1
@@ -199,7 +198,7 @@ class ChunkMetadata:
     def facts(
         self, rows: Sequence[int], chain: Sequence[ChunkInfo], put_info: PutInfo
     ) -> tuple[InsertInfo, list[float]]:
-        """Return what the history is to know of a new *chain* of one layout, and its FLOPs."""
+        """Return the facts of a new *chain* of one layout for the history, and its FLOPs."""
         tokens, space = chain[0].layout.tokens, chain[0].key[:DIGEST_BYTES]
         full = self._full_tokens[space] = max(tokens, self._full_tokens.get(space, 0))
         if len(self._full_tokens) > _SPACES_KEPT:
@@ -219,7 +218,7 @@ class ChunkMetadata:
         return facts, flops
 
     def hinted(self, rows: Rows, hints: Hints, now_s: float) -> None:
-        """An engine gave hints of chunks that are here; pins are not looked at."""
+        """Apply an engine's hints to existing chunks, except pins."""
         if hints.reuse:
             self.history.hint(rows, hints.reuse)
         ttl_s = hints.ttl_ms / 1000 or self.category_ttls_s.get(hints.category, 0.0)

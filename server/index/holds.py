@@ -1,4 +1,4 @@
-"""Holds: what keeps chunks from eviction. Leases, pins, hand-overs."""
+"""Holds keep chunks from eviction: leases, pins, hand-overs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore.proto.types import ChunkKey
 
 
 class LeaseTerms(NamedTuple):
-    """For whom, and for how long from now."""
+    """The session of a lease, and its lifetime from now."""
 
     session_id: int
     ttl_s: float
@@ -20,7 +20,7 @@ class LeaseTerms(NamedTuple):
 
 @dataclass(slots=True)
 class Lease:
-    """A pin on chunks, owned by a session. ``deadline`` is in the clock's seconds."""
+    """A pin on chunks, owned by a session. ``deadline`` is in seconds on the clock."""
 
     lease_id: int
     session_id: int
@@ -30,14 +30,14 @@ class Lease:
 
 
 TenantOf = Callable[[int], tuple[str, int]]
-"""From a session's id to its tenant and how many leases that may have; 0: any number."""
+"""Maps a session's id to its tenant and the tenant's limit of leases; 0: no limit."""
 
 
 class Leases:
-    """All leases and the pins they add up to. Not thread-safe: the catalog's lock guards it.
+    """All leases and the sum of their pins. Not thread-safe: the catalog's lock guards it.
 
-    Invariant: ``pins[key]`` is the number of leases that name *key*, plus the copies of it
-    that are being moved; no entry is zero.
+    Invariant: ``pins[key]`` is the number of leases on *key* plus its copies being moved; no
+    entry is zero.
     """
 
     def __init__(self, limit_per_session: int, new_id: Callable[[], int]) -> None:
@@ -60,11 +60,11 @@ class Leases:
         self._leases[lease.lease_id] = lease
         self._by_session[session_id] += 1
         self.by_tenant[tenant] += 1
-        self.pins.update(lease.keys)  # counted in C: a third of a loop's time
+        self.pins.update(lease.keys)  # counts in C, three times as fast as a loop
         return lease
 
     def find(self, lease_id: int, session_id: int) -> Lease | None:
-        """Return the session's lease, be its time up or not; None if there is no such lease."""
+        """Return the session's lease, expired or not; None if there is no such lease."""
         lease = self._leases.get(lease_id)
         return lease if lease is not None and lease.session_id == session_id else None
 
@@ -78,7 +78,7 @@ class Leases:
         return lease
 
     def release(self, lease_id: int, session_id: int) -> bool:
-        """Unpin what the lease holds. Return whether the session had such a lease."""
+        """Unpin the chunks of a lease. Return whether the session had such a lease."""
         lease = self.find(lease_id, session_id)
         if lease is None:
             return False
@@ -96,7 +96,7 @@ class Leases:
         return self._by_session[session_id]
 
     def drop(self, is_over: Callable[[Lease], bool]) -> int:
-        """Release the leases that are over. Return how many."""
+        """Release the leases for which *is_over*. Return how many."""
         over = [lease for lease in self._leases.values() if is_over(lease)]
         return sum(self.release(lease.lease_id, lease.session_id) for lease in over)
 
@@ -121,19 +121,19 @@ def _count_down(counter: Counter[Any], key: object) -> None:
 
 
 class Pins:
-    """Pinned chunks, until when and how large. Not thread-safe: the catalog's lock guards it.
+    """Pinned chunks. Not thread-safe: the catalog's lock guards it.
 
-    ``until`` is in the clock's seconds.
+    ``until`` is in seconds on the clock.
     """
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes
         self._used_bytes = 0
         self.pinned: dict[ChunkKey, tuple[float, int]] = {}
-        """Until when each chunk is pinned, and its bytes."""
+        """The end of each chunk's pin, and its bytes."""
 
     def pin(self, key: ChunkKey, size_bytes: int, until: float) -> bool:
-        """Pin a chunk, or pin it again until then; False when the limit does not allow it."""
+        """Pin a chunk, or renew its pin; return False when that exceeds the limit."""
         before = self.pinned.get(key, (0.0, 0))[1]
         if self._used_bytes - before + size_bytes > self._limit_bytes:
             return False
@@ -148,20 +148,20 @@ class Pins:
         return is_pinned
 
     def expire(self, now: float) -> None:
-        """End the pins whose time is up."""
+        """End expired pins."""
         for key in [k for k, (until, _) in self.pinned.items() if until <= now]:
             self.unpin(key)
 
 
 class Holds:
-    """One question, ``is_held``, and what answers it. The catalog's lock guards it."""
+    """Leases, pins and hand-overs together. The catalog's lock guards it."""
 
     def __init__(self, leases: Leases, pin_limit_bytes: int) -> None:
         self.leases = leases
         self.pin_limit_bytes = pin_limit_bytes
         self.pins = Pins(pin_limit_bytes)
         self.handed_over = Pins(pin_limit_bytes // 2)
-        """Chunks that another engine is about to read."""
+        """Chunks handed over to another engine."""
 
     def is_held(self, key: ChunkKey) -> bool:
         """Whether the chunk is leased, pinned or handed over."""
@@ -175,7 +175,7 @@ class Holds:
         return self.leases.grant(terms.session_id, keys, now + terms.ttl_s)
 
     def expire(self, now: float) -> int:
-        """End what is over by *now*; return how many leases."""
+        """End expired holds; return how many leases."""
         self.pins.expire(now)
         self.handed_over.expire(now)
         return self.leases.drop(lambda lease: lease.deadline <= now)

@@ -1,4 +1,4 @@
-"""Puts in flight: chunks that are being put or were announced, and who waits for them."""
+"""Puts in flight: chunks that are being put or announced, and waits for them."""
 
 from __future__ import annotations
 
@@ -13,33 +13,33 @@ from kvstore.server.index.hints import NEVER
 
 MAX_ANNOUNCEMENTS = 1024
 MAX_ANNOUNCED_CHUNKS = 1 << 16
-"""Chunks announced at once; of more nothing is known before they come."""
+"""Limit of announced chunks; further announcements are ignored."""
 
 
 class Announcement(NamedTuple):
-    """Who announced chunks, and until when that holds, in the clock's seconds."""
+    """The session that announced chunks, and the expiry in seconds on the clock."""
 
     session_id: int
     until: float
 
 
 class InFlightPuts:
-    """What is about to come. Shares the lock of *state*. Thread-safe."""
+    """Pending chunks. Shares the lock of *state*. Thread-safe."""
 
     def __init__(self, state: CatalogState) -> None:
         self._state = state
         self._index = state.index
         self.writers: Counter[ChunkKey] = Counter()
-        """How many put each chunk now. Under the lock."""
+        """Puts in progress by chunk. Under the lock."""
         self.announced: dict[ChunkKey, Announcement] = {}
         """Chunks that a session is about to put. Under the lock."""
         self._chunks: dict[Announcement, set[ChunkKey]] = {}
-        """Those of each, so that what is over is found without a look at every chunk."""
+        """Chunks by announcement, to find expired ones without a scan of all chunks."""
         self._no_waits = False
         self._arrived = threading.Condition(state.lock)
 
     def begin(self, key: ChunkKey, layout: KVLayout | None = None) -> bool:
-        """Count a writer of *key*; False if an exact copy, or one with less of its end, is here."""
+        """Count a writer of *key*; False if there is an exact copy, or one with less end state."""
         index, hints = self._index, self._state.metadata.hints
         with self._state.lock:
             row = index.row(key)
@@ -54,7 +54,7 @@ class InFlightPuts:
             return True
 
     def end(self, key: ChunkKey) -> None:
-        """Undo one ``begin``: the chunk is here, or will not come."""
+        """Undo one ``begin``: the chunk is stored, or cancelled."""
         with self._state.lock:
             left = self.writers.pop(key) - 1
             if left:
@@ -71,7 +71,7 @@ class InFlightPuts:
     # --- announcements
 
     def announce(self, session_id: int, keys: Sequence[ChunkKey], ttl_s: float) -> int:
-        """Note that *keys* come within *ttl_s*, or with 0 do not; return how many are new."""
+        """Announce *keys* for *ttl_s*, or withdraw them with 0; return how many changed."""
         with self._state.lock:
             known = self.announced
             if not ttl_s:
@@ -90,7 +90,7 @@ class InFlightPuts:
             return len(new)
 
     def drop(self, is_over: Callable[[Announcement], bool]) -> None:
-        """End the announcements that are over. Under the lock."""
+        """End the announcements for which *is_over*. Under the lock."""
         over = [announcement for announcement in self._chunks if is_over(announcement)]
         for announcement in over:
             for key in self._chunks.pop(announcement):
@@ -101,7 +101,7 @@ class InFlightPuts:
     # --- waits
 
     def is_any_coming(self, keys: Sequence[ChunkKey]) -> bool:
-        """Whether the chunk behind those of *keys* that are here is being put, or announced."""
+        """Whether the first absent chunk of *keys* is being put, or announced."""
         with self._state.lock:
             at = self._first_absent(keys, 0)
             return at < len(keys) and self.is_coming(keys[at])
@@ -112,7 +112,7 @@ class InFlightPuts:
         return at
 
     def await_arrivals(self, keys: Sequence[ChunkKey], deadline: float) -> bool:
-        """Wait until *keys* are here, or will not be; False if time is up or the server drains."""
+        """Wait until *keys* are stored or cancelled; False at the deadline or on a drain."""
         with self._arrived:
             at = self._first_absent(keys, 0)
             while at < len(keys) and self.is_coming(keys[at]):
@@ -124,7 +124,7 @@ class InFlightPuts:
             return True
 
     def end_waits(self) -> None:
-        """Have nobody wait any more: the server drains."""
+        """End all waits, now and later: the server drains."""
         with self._state.lock:
             self._no_waits = True
             self._arrived.notify_all()

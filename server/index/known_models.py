@@ -1,4 +1,4 @@
-"""The models of sessions: for codecs, and which model each namespace stands for."""
+"""The models of sessions: for codecs, and by namespace."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from kvstore.proto.types import ChunkKey, Model, Namespace
 from kvstore.server.security.sessions import Session
 
 MAX_IMPORTANCE_BYTES = 16 << 20
-"""Of all chunks; those that were named longest ago are forgotten, and then coded evenly."""
+"""Limit of token weights; the oldest are dropped, and their chunks encoded without weights."""
 OVERHEAD_BYTES = 256
-"""What a chunk takes beside its bytes, so that very short ones are bounded, too."""
+"""Overhead counted per chunk, to bound very short ones too."""
 
 MAX_KNOWN_MODELS = 256
-"""Beyond them the one seen longest ago is forgotten: its chunks are encoded without terms."""
+"""Beyond it the least recently seen model is dropped: its chunks are encoded without terms."""
 
 
 class KnownModels:
-    """What a frame does not say and its codec needs. Thread-safe.
+    """Codec inputs that a frame does not contain. Thread-safe.
 
-    By representation digest the model; by chunk a byte for each token, how much it matters. Of
-    these *limit_bytes* are kept, whatever became of the chunks: one may be encoded again, for
-    another tier.
+    Models by representation digest, and by chunk a weight of one byte for each token. At most
+    *limit_bytes* of weights are kept, also for absent chunks: one may be encoded again, for another
+    tier.
     """
 
     def __init__(self, limit_bytes: int = MAX_IMPORTANCE_BYTES) -> None:
@@ -49,7 +49,7 @@ class KnownModels:
                 self._models.popitem(last=False)
 
     def note_importance(self, key: ChunkKey, weights: bytes) -> None:
-        """Remember *weights* of the tokens of *key*, in place of earlier ones."""
+        """Set the *weights* of the tokens of *key*."""
         with self._lock:
             self._drop_importance(key)
             self._weights[key] = weights
@@ -63,7 +63,7 @@ class KnownModels:
             self.weights_bytes -= len(gone) + OVERHEAD_BYTES
 
     def importance(self, header: FrameHeader) -> Importance | None:
-        """Return f32 (tokens,) for the chunk of *header*; None without as many weights."""
+        """Return f32 (tokens,) for the chunk of *header*; None unless there are as many weights."""
         weights = self._weights.get(header.key, b"")
         if len(weights) != header.layout.tokens:
             return None
@@ -71,7 +71,7 @@ class KnownModels:
         return found
 
     def terms_of(self, header: FrameHeader) -> EncodeTerms | None:
-        """Return the terms of the model that the frame of *header* is of; None if not known."""
+        """Return the terms of the model of a frame with *header*; None if not known."""
         model = self._models.get(header.representation)
         if model is None:
             return None
@@ -80,8 +80,8 @@ class KnownModels:
 
 
 MAX_SPACES = 256
-"""Namespaces that are remembered. Of the tenant with the most the one goes first whose last session
-opened longest ago."""
+"""Limit of remembered namespaces. Beyond it the least recently opened one of the tenant with the
+most is dropped."""
 
 ABSENT = "none"
 MAX_TEXT_CHARS = 120
@@ -98,7 +98,7 @@ class ModelNamespace:
 
 
 class FieldDifference(NamedTuple):
-    """A field in which two Representations differ, and what each has there."""
+    """A field in which two models differ, and both values."""
 
     field: str
     stored: str
@@ -106,21 +106,21 @@ class FieldDifference(NamedTuple):
 
 
 class ModelRegistry:
-    """The Representations of the latest sessions, by namespace. Thread-safe."""
+    """The models of the latest sessions, by namespace. Thread-safe."""
 
     def __init__(self) -> None:
         self._spaces: OrderedDict[bytes, ModelNamespace] = OrderedDict()
         self._lock = threading.Lock()  # guards the dictionary
 
     def note(self, session: Session) -> None:
-        """Take note of a session that was opened."""
+        """Record the namespace of a new session."""
         space = ModelNamespace(
             session.namespace, session.tenant, session.client, session.representation
         )
         with self._lock:
             self._spaces.pop(session.namespace, None)
             if len(self._spaces) >= MAX_SPACES:
-                # No tenant's models push out those of a tenant that has fewer.
+                # A tenant's models never displace those of a tenant with fewer.
                 counts = Counter(one.tenant for one in self._spaces.values())
                 most = max(counts.values())
                 oldest = next(n for n, one in self._spaces.items() if counts[one.tenant] == most)
@@ -128,22 +128,22 @@ class ModelRegistry:
             self._spaces[session.namespace] = space
 
     def restore(self, spaces: Sequence[ModelNamespace]) -> None:
-        """Take note of what an earlier run knew, before any session is opened."""
+        """Restore the namespaces of an earlier run, before any session is opened."""
         with self._lock:
             self._spaces = OrderedDict((space.namespace, space) for space in spaces[-MAX_SPACES:])
 
     def of(self, namespace: Namespace) -> ModelNamespace | None:
-        """Return what is known of a namespace."""
+        """Return the model of a namespace, if known."""
         with self._lock:
             return self._spaces.get(namespace)
 
     def all(self) -> list[ModelNamespace]:
-        """Return all that are known, the latest first."""
+        """Return all namespaces, the latest first."""
         with self._lock:
             return list(reversed(self._spaces.values()))
 
     def others(self, asked: ModelNamespace) -> list[ModelNamespace]:
-        """Return the other spaces of the tenant of *asked*, the latest first."""
+        """Return the other namespaces of the tenant of *asked*, the latest first."""
         space, tenant = asked.namespace, asked.tenant
         return [one for one in self.all() if one.tenant == tenant and one.namespace != space]
 
@@ -151,21 +151,21 @@ class ModelRegistry:
 def nearest(
     asked: ModelNamespace, others: Iterable[ModelNamespace]
 ) -> list[tuple[ModelNamespace, list[FieldDifference]]]:
-    """Return in what *others* differ from *asked*, those that differ least first."""
+    """Return the differences of *others* from *asked*, the nearest first."""
     mine = asked.representation
     compared = [(space, differences(space.representation, mine)) for space in others]
     return sorted(compared, key=lambda pair: len(pair[1]))
 
 
 def differences(stored: Model, asked: Model) -> list[FieldDifference]:
-    """Return the fields in which two differ, as ``layer_groups[0].dtype``, in their order."""
+    """Return the fields in which two models differ, such as ``layer_groups[0].dtype``, in order."""
     ones, others = dict(_leaves("", stored)), dict(_leaves("", asked))
     pairs = [(name, ones.get(name, ABSENT), others.get(name, ABSENT)) for name in ones | others]
     return [FieldDifference(*pair) for pair in pairs if pair[1] != pair[2]]
 
 
 def _leaves(name: str, value: object) -> Iterator[tuple[str, str]]:
-    """Yield the fields of *value*, of dataclasses within it too, by name as text."""
+    """Yield the fields of *value* and of nested dataclasses as (name, text)."""
     if is_dataclass(value):
         for field in fields(value):
             inner = f"{name}.{field.name}" if name else field.name

@@ -1,6 +1,6 @@
-"""What the catalog is asked for and nobody waits for: listings, and what is known of one chunk.
+"""Queries of the catalog off the request path: listings, and details of one chunk.
 
-Nobody's use of a chunk is counted by it.
+They do not count as uses of a chunk.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from kvstore.server.index.in_flight import InFlightPuts
 from kvstore.server.telemetry.events import Event
 
 HELD_ROWS = 256
-"""Looked at under the lock at a time, for who asks for all there is."""
+"""Rows per acquisition of the lock when listing all copies."""
 _SAME_USE = 0.9
-"""A chunk that is used nearly as often as the one before it stands for both."""
+"""A chunk used nearly as often as its parent represents both."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkDetails:
-    """One chunk as the catalog knows it: its copies by tier name."""
+    """One chunk in the catalog, with its copies by tier name."""
 
     key: ChunkKey
     copies: Mapping[str, ChunkInfo]
@@ -34,20 +34,20 @@ class ChunkDetails:
     is_pinned: bool
     hits: int
     idle_s: float = -1.0
-    """Since it was last looked up, or put; -1 for unknown."""
+    """Time since it was last looked up or put; -1: unknown."""
     pinned_s: float = 0.0
-    """For how much longer it is pinned."""
+    """Remaining time of its pin."""
     expires_s: float = 0.0
-    """Until its time to live is up; 0: it has none."""
+    """Remaining time to live; 0: unlimited."""
     priority: int = 0
     context_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class ReuseEstimate:
-    """A chunk as an CopyRequest needs it; ``context_tokens`` are those of the chunks before it.
+    """Inputs of a CopyRequest; ``context_tokens`` are those of the chunks before it.
 
-    ``is_needed``: chunks with copies continue it and are of no use without it.
+    ``is_needed``: chunks with copies continue it and are useless without it.
     """
 
     size_bytes: int
@@ -60,7 +60,7 @@ class ReuseEstimate:
 
 @dataclass(frozen=True, slots=True)
 class ChunkStatus:
-    """What is known of one chunk now: its copies by tier, and what it is where it has none."""
+    """The current copies of a chunk by tier, and its state without any."""
 
     copies: Mapping[str, ChunkInfo]
     is_pending: bool
@@ -70,7 +70,7 @@ class ChunkStatus:
 
 
 class CatalogQueries:
-    """Reads what *state* has, under its lock. Thread-safe."""
+    """Reads *state* under its lock. Thread-safe."""
 
     def __init__(self, state: CatalogState, in_flight: InFlightPuts) -> None:
         self._state = state
@@ -78,7 +78,7 @@ class CatalogQueries:
         self._in_flight = in_flight
 
     def details(self, key: ChunkKey) -> ChunkDetails | None:
-        """Return what is known of one chunk."""
+        """Return the details of one chunk; None without a copy."""
         with self._lock:
             row = self._index.row(key)
             if not row:
@@ -105,10 +105,10 @@ class CatalogQueries:
     def page(
         self, space: Namespace, after: bytes = b"", prefix: bytes = b"", limit: int = 0
     ) -> Iterator[ChunkDetails]:
-        """Yield the chunks of a namespace in the order of their digests, *limit* at most unless 0.
+        """Yield chunks of a namespace in order of digest, at most *limit* unless 0.
 
-        Those behind the digest *after* whose digests begin with *prefix*. Chunks that come or go
-        meanwhile may be left out.
+        Only digests after *after* that begin with *prefix*. Chunks added or removed meanwhile may
+        be missing.
         """
         keys = self.keys_from(space + prefix)
         if after:
@@ -117,13 +117,13 @@ class CatalogQueries:
         return islice(found, limit or None)
 
     def keys_from(self, start: bytes) -> list[ChunkKey]:
-        """Return the keys of the chunks here that begin with *start*, in order."""
+        """Return the keys of chunks with a copy that begin with *start*, in order."""
         with self._lock:
             keys = self._index.keys_starting(start)
         return sorted(map(ChunkKey, keys.tolist()))
 
     def spaces(self) -> Counter[Namespace]:
-        """Return how many chunks each namespace has here."""
+        """Return the number of chunks by namespace."""
         with self._lock:
             keys = self._index.keys_starting(b"")
         if not len(keys):
@@ -136,13 +136,13 @@ class CatalogQueries:
         with self._lock:
             hits = np.frombuffer(self._index.hits, np.uint32).copy()
             parents = np.frombuffer(self._index.parents, np.uint32).copy()
-        rows = _ends(hits, parents, count)  # a million rows are gone through while nobody waits
+        rows = _ends(hits, parents, count)  # scans a million rows without the lock
         with self._lock:
             keys = [self._index.key(row) for row in rows]
         return [held for held in map(self.details, keys) if held is not None]
 
     def reuse_estimate(self, key: ChunkKey, *, ahead: bool = True) -> ReuseEstimate | None:
-        """Return what to expect of a chunk, hits and chance if *ahead*; None without a copy."""
+        """Return an estimate for a chunk, with hits and chance if *ahead*; None without a copy."""
         with self._lock:
             if ahead:
                 self._state.access_log.apply_all()
@@ -167,7 +167,7 @@ class CatalogQueries:
             return [self._index.tokens(self._index.row(key)) for key in keys]
 
     def status(self, key: ChunkKey) -> ChunkStatus:
-        """Return what is known of a chunk; nobody's use of it is counted."""
+        """Return the state of a chunk without counting a use."""
         with self._lock:
             index, row = self._index, self._index.row(key)
             return ChunkStatus(
@@ -179,24 +179,24 @@ class CatalogQueries:
             )
 
     def count_in(self, space: Namespace) -> int:
-        """Return how many chunks of a namespace are here."""
+        """Return the number of chunks in a namespace."""
         with self._lock:
             return len(self._index.keys_starting(space))
 
     def looked_up_again(self, keys: Sequence[ChunkKey], tier: str) -> list[ChunkKey]:
-        """Return those of a chain that were asked for before and that *tier* does not have."""
+        """Return the chunks of a chain that were requested before and that *tier* lacks."""
         with self._lock:
             self._state.access_log.apply_all()
             rows = self._index.known_prefix(keys)
             all_hits = self._state.metadata.history.hits
             rows = rows[rows < len(all_hits)]
-            hits = np.frombuffer(all_hits, np.uint8)[rows]  # a copy: what is viewed cannot grow
+            hits = np.frombuffer(all_hits, np.uint8)[rows]  # a copy: an exported array cannot grow
             held, _ = self._index.sizes(tier, rows, Accuracy.approximate)
             again = ~held & (hits > 1)
             return [keys[at] for at in np.flatnonzero(again).tolist()]
 
     def held_from(self, row: int, space: Namespace | None = None) -> tuple[list[Event], int]:
-        """Return copies in HELD_ROWS rows from *row*, and the next row, 0 at the end."""
+        """Return the copies in HELD_ROWS rows from *row*, and the next row, 0 at the end."""
         with self._lock:
             index, found = self._index, []
             rows, after = index.held_rows(row, HELD_ROWS)
@@ -208,15 +208,15 @@ class CatalogQueries:
             return found, after
 
     def only_on(self, *tiers: str) -> list[ChunkKey]:
-        """Return the chunks that are on no tier but these."""
+        """Return the chunks that are only on these tiers."""
         with self._lock:
             return self._index.only_on(tiers)
 
 
 def _ends(hits: NDArray[np.uint32], parents: NDArray[np.uint32], count: int) -> list[int]:
-    """Return the *count* rows found most of which no child was found nearly as often."""
+    """Return the *count* most hit rows without a child hit nearly as often."""
     further = np.zeros(len(hits), np.uint32)
-    np.maximum.at(further, parents, hits)  # row 0 is nobody's
+    np.maximum.at(further, parents, hits)  # row 0 belongs to no chunk
     found = np.where(further < _SAME_USE * hits, hits, 0)
     found[0] = 0
     rows = np.argpartition(found, -count)[-count:] if len(found) > count else np.arange(len(found))

@@ -1,6 +1,6 @@
-"""Puts out of a client's device memory: copied, summed and compared on the device, then visible.
+"""Puts from a client's device memory: frames are copied and verified on the device.
 
-torch is imported here, so only a server with a gpu tier imports this file.
+This file imports torch, so only a server with a gpu tier imports it.
 """
 
 from __future__ import annotations
@@ -39,28 +39,28 @@ from kvstore.server.store.store import Store
 
 MAX_RING_BYTES = 1 << 30
 PUTS_AT_ONCE = 4
-"""Of one session; more are refused."""
+"""Concurrent puts of one session; more are refused."""
 _FIRST_LOOK_S = 50e-6
 _LOOK_S = 2e-3
 
 logger = structlog.get_logger(__name__)
 
 RingFrame: TypeAlias = tuple[FrameHeader, int]
-"""A frame's header, and where in the ring it begins."""
+"""A frame's header and its offset in the ring."""
 
 
 @dataclass(slots=True)
 class _Ring:
-    """A client's memory. ``users`` are the puts that read it, and its session until that ends."""
+    """A client's memory. ``users`` counts the puts that read it, and its session until it ends."""
 
     imported: Imported
     users: int = 1
 
 
 class DevicePuts:
-    """Takes rings, one a session, and puts frames out of them. Thread-safe.
+    """Maps rings, one per session, and puts frames from them. Thread-safe.
 
-    A ring stays mapped until its session has ended and nothing is copied out of it any more.
+    A ring stays mapped until its session has ended and no put copies from it.
     """
 
     def __init__(self, store: Store, kernels: FrameKernels) -> None:
@@ -78,7 +78,7 @@ class DevicePuts:
 
     def take_ring(self, session: Session, request: unix_socket.Request, exported: Bytes) -> None:
         """Map the ring that *session* exported. Raises InvalidRequestError for one too large, of
-        another device or a second one, LeaseExpiredError, TierUnavailableError for no memory.
+        another device or a second one, LeaseExpiredError, TierUnavailableError if out of memory.
         """
         device, size_bytes = self._tier.device, request.arg
         if request.token != unix_socket.device_token(device.identity):
@@ -98,14 +98,14 @@ class DevicePuts:
         raise InvalidRequestError("ring", session.session_id, "one a session")
 
     def end_session(self, session: Session) -> None:
-        """Let go of the ring of a session that ended."""
+        """Release the ring of a session that ended."""
         with self._lock:
             ring = self._rings.pop(session.session_id, None)
         if ring is not None:
             self._leave(ring)
 
     def close(self) -> None:
-        """Let go of every ring. Idempotent."""
+        """Release all rings. Idempotent."""
         with self._lock:
             rings, self._rings = self._rings, {}
         for ring in rings.values():
@@ -140,10 +140,10 @@ class DevicePuts:
         deadline: float,
         hints: Hints,
     ) -> list[PutResult]:
-        """Copy frames out of the ring of *session* and make visible those that prove right.
+        """Copy frames from the ring of *session* and make those that verify visible.
 
-        *event* is the handle of what is over once the ring is written. Nothing is reserved, and
-        nothing waits on the device, before it is over. Raises DeadlineError when it is late.
+        *event* is the handle of a device event that completes once the ring is written. Until then
+        nothing is reserved and nothing waits on the device. Raises DeadlineError when it is late.
         """
         if self._store.writes.is_draining:
             raise ShuttingDownError("the server drains; no new puts")
@@ -158,7 +158,7 @@ class DevicePuts:
                 return [PutResult(PutOutcome.refused, reason)] * len(frames)
             written = self._tier.device.import_event(event)
             self._wait_for(written, session, deadline)
-            self._stream.wait(written)  # so that the device sees what was written before it
+            self._stream.wait(written)  # orders the copies after the client's writes
             try:
                 for at, (header, _) in enumerate(frames):
                     begun = self._reserve(session, header.info(), deadline, hints)
@@ -198,7 +198,7 @@ class DevicePuts:
     def _copied(
         self, ring: Imported, frames: Sequence[RingFrame], placed: Mapping[int, PutTicket]
     ) -> list[list[int]]:
-        """Copy frames to their room; return the sums of what is there then."""
+        """Copy frames to their reserved space; return the checksums of the copies."""
         if not placed:
             return []
         stream, begun = self._stream, list[Sums]()
@@ -216,7 +216,7 @@ class DevicePuts:
                     stream.copy(out[:size], tensor_over(np.frombuffer(packed[at], np.uint8)))
                     stream.copy(out[size:], ring.memory[start + size : start + len(out)])
                 stream.launch(lambda: begun.append(self._kernels.sums(self._tier.memory, places)))
-            finally:  # after an error too: what was queued until then still writes
+            finally:  # after an error too: queued copies still write
                 stream.record().synchronize()
             return True
 
@@ -234,7 +234,7 @@ class DevicePuts:
 
 
 def open_device_puts(store: Store) -> DevicePuts | None:
-    """Return what takes puts on the gpu tier; None, after a warning, without kernels for sums."""
+    """Return the DevicePuts of the gpu tier; None, with a warning, without checksum kernels."""
     tier = store.tiers.gpu_tier
     assert tier is not None
     try:

@@ -1,4 +1,4 @@
-"""Why chunks are hits or misses: the Explainer, which has the latest misses, too."""
+"""The Explainer: why chunks are hits or misses, and the latest misses."""
 
 from __future__ import annotations
 
@@ -20,29 +20,29 @@ from kvstore.server.telemetry.events import Fate, Outcome
 from kvstore.server.tiering.admission import remember
 
 MAX_SIMILAR = 3
-"""Other Representations that an answer names."""
+"""Other models that an answer names."""
 
 _SEARCHED = 32
-"""Of the others, those that differ least are searched for so many of a prompt's chunks."""
+"""Limit of other models searched, those that differ least first, and of chunks per model."""
 _COUNTED = 6
 
 MAX_MISSES = 1024
 MAX_REPORTS = 256
-"""Sessions whose engine's counts are remembered, those that ended included."""
+"""Sessions whose engine counts are kept, including ended ones."""
 MAX_COUNTS = 64
 MAX_NAME_CHARS = 64
 MAX_REASONS = 4
 MAX_REASON_CHARS = 240
-"""Of one of them; a longer one is cut."""
+"""A longer reason is cut."""
 _MAX_NAMED = 4
-"""Fields in which two identities differ, named for each chunk."""
+"""Differing fields of two identities named per chunk."""
 
 Differing: TypeAlias = tuple[ModelNamespace, list[FieldDifference]]
-"""Another space of the tenant, and in what it differs from the one that was asked for."""
+"""Another namespace of the tenant, and its differences from the requested one."""
 
 
 class ChunkFacts(NamedTuple):
-    """What was known of one chunk at ``at_s``. ``down``: tiers with it, left alone, and why."""
+    """The state of a chunk at ``at_s``. ``down``: holders with an open breaker, and the reason."""
 
     key: ChunkKey
     least: Accuracy
@@ -53,7 +53,7 @@ class ChunkFacts(NamedTuple):
 
 
 class Reason(NamedTuple):
-    """One chunk: a word for scripts, a sentence for people, and the copies, nearest tier first."""
+    """One chunk: a state for scripts, a text for people, and the copies, nearest tier first."""
 
     key: ChunkKey
     state: str
@@ -62,7 +62,7 @@ class Reason(NamedTuple):
 
 
 class SimilarModel(NamedTuple):
-    """Another Model with chunks: in what it differs, and whether it has these tokens."""
+    """Another model with chunks: its differing fields, and whether it has these tokens."""
 
     chunks: int
     space: ModelNamespace
@@ -79,7 +79,7 @@ class Explanation(NamedTuple):
 
 
 class LoggedMiss(NamedTuple):
-    """One lookup of *asked* chunks. *facts* were known then of the first that was not found."""
+    """One lookup of *asked* chunks; *facts* describe the first missing one at that time."""
 
     session: Session
     facts: ChunkFacts
@@ -89,7 +89,7 @@ class LoggedMiss(NamedTuple):
 
 
 class Report(NamedTuple):
-    """What an engine counted since its birth, as its client last reported."""
+    """The counts of an engine since its start, as its client last reported."""
 
     at_s: float
     session: Session
@@ -97,7 +97,7 @@ class Report(NamedTuple):
 
 
 class Explainer:
-    """Explains the chunks of *store*; keeps misses and what engines count, bounded and in memory
+    """Explains the chunks of *store*; keeps a bounded number of misses and engine counts, in memory
     only. Thread-safe; *clock* is that of the catalog's outcomes.
     """
 
@@ -105,19 +105,19 @@ class Explainer:
         self._states = store.states
         self._catalog = store.catalog
         self._slots = {slot.name: slot for slot in store.tiers.sources}
-        """In the order in which they are read."""
+        """In read order."""
         self._clock = clock
         self.spaces = store.spaces
-        """Those of earlier sessions too."""
+        """Including those of earlier sessions."""
         self._misses: deque[LoggedMiss] = deque(maxlen=MAX_MISSES)
         self._reports: OrderedDict[int, Report] = OrderedDict()
         # Guards both; held for appends and copies of lists only.
         self._lock = threading.Lock()
 
     def report(self, session: Session, counts: Mapping[str, int]) -> None:
-        """Take note of what an engine counted; what is over the limits is left out, reasons last.
+        """Record the counts of an engine; counts beyond the limits are dropped, reasons last.
 
-        A heartbeat may not fail for it: the session would end.
+        Raises nothing: a heartbeat that fails would end the session.
         """
         reasons = {name for name in counts if name.startswith(REFUSED)}
         named = (n for n in counts if len(n) <= MAX_NAME_CHARS and n not in reasons)
@@ -135,14 +135,14 @@ class Explainer:
         return latest[::-1][:count]
 
     def reports(self) -> list[Report]:
-        """Return what engines counted, the latest first."""
+        """Return the counts of engines, the latest first."""
         with self._lock:
             return list(reversed(self._reports.values()))
 
     def record_lookup(
         self, session: Session, keys: Sequence[ChunkKey], match: Match, least: Accuracy
     ) -> None:
-        """Record a lookup that found less than it asked for; its reason is made when it is read."""
+        """Record a lookup that missed; its reason is derived when the record is read."""
         if match.ready < len(keys):
             facts = self.facts(keys[match.ready], least)
             miss = LoggedMiss(session, facts, len(keys), match.ready, match.pending)
@@ -152,7 +152,7 @@ class Explainer:
     def explain(
         self, space: Namespace, keys: Sequence[ChunkKey], least: Accuracy = Accuracy.exact
     ) -> Explanation:
-        """Say of each of a prompt's chunks, all of *space*, why it is a hit or none."""
+        """Explain for each chunk of a prompt, all in *space*, why it is a hit or a miss."""
         asked, others = self.spaces.of(space), list[Differing]()
         if asked is not None:
             others = nearest(asked, self.spaces.others(asked))[:_SEARCHED]
@@ -171,7 +171,7 @@ class Explainer:
         return Explanation(hits, reasons, self._similar(others, keys) if first < len(keys) else ())
 
     def of_miss(self, miss: LoggedMiss) -> Reason:
-        """Say why a lookup did not find a chunk then, with what can be said of it only now."""
+        """Explain a past miss, adding what is known only now."""
         key = miss.facts.key
         found = self.reason(miss.facts, (), "before")
         if found.state == "ready":
@@ -179,7 +179,7 @@ class Explainer:
             return found._replace(state="no_end", text=text)
         asked = self.spaces.of(miss.session.namespace)
         if found.state == "unknown" and asked is not None:
-            # To compare two identities takes longer than to look for a chunk.
+            # Comparing two identities takes longer than looking up a chunk.
             having = (other for other in self.spaces.others(asked) if self._has(other, key))
             found = self._elsewhere(key, nearest(asked, islice(having, MAX_SIMILAR))) or found
         if self.reason(self.facts(key), ()).state != "ready":
@@ -187,7 +187,7 @@ class Explainer:
         return found._replace(text=f"{found.text}; stored since")
 
     def facts(self, key: ChunkKey, least: Accuracy = Accuracy.exact) -> ChunkFacts:
-        """Return what is known of a chunk now, in some microseconds."""
+        """Return the current facts of a chunk; takes a few microseconds."""
         seen = self._catalog.queries.status(key)
         outcome = None if seen.copies else self._catalog.outcomes.of(key)
         down = {
@@ -198,7 +198,7 @@ class Explainer:
         return ChunkFacts(key, least, self._clock(), seen, outcome, down)
 
     def reason(self, facts: ChunkFacts, others: Sequence[Differing], ago: str = "ago") -> Reason:
-        """Say of one chunk why it can be read, or why not; *others* are those of its space."""
+        """Explain why a chunk can be read, or not; *others*: other models of its tenant."""
         key, seen, outcome = facts.key, facts.seen, facts.outcome
         copies = tuple((name, seen.copies[name]) for name in self._slots if name in seen.copies)
         if seen.is_expired:
@@ -235,7 +235,7 @@ class Explainer:
     def _similar(self, others: Sequence[Differing], keys: Sequence[ChunkKey]) -> list[SimilarModel]:
         found = [(*one, any(self._has(one[0], key) for key in keys[:_SEARCHED])) for one in others]
         found.sort(key=lambda one: not one[2])
-        # Counting goes through the whole index, so few are counted.
+        # Counting scans the whole index, so only few are counted.
         count_in = self._catalog.queries.count_in
         counted = [(count_in(one[0].namespace), *one) for one in found[:_COUNTED]]
         return [SimilarModel(*one) for one in counted if one[0]][:MAX_SIMILAR]

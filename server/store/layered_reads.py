@@ -32,9 +32,9 @@ from kvstore.server.tiering.work_queue import Ticket
 from kvstore.tiers.base import Reservation
 
 READ_AHEAD_CHUNKS = 8
-"""Chunks whose headers are read before their turn."""
+"""Chunks whose headers are read ahead."""
 READ_AHEAD_SEGMENTS = 32
-"""Segments that are read before their turn."""
+"""Segments that are read ahead."""
 
 _numbers = count()
 
@@ -42,9 +42,9 @@ _numbers = count()
 class StreamingLoad:
     """Reads a raw frame from *source* in pieces, in its load queue.
 
-    Each segment is verified as it lands. Once it is closed and nothing is read any more, the chunk
-    becomes visible in CPU memory if all of it landed, and its room is freed otherwise; until then
-    ``frame`` is the reader's. Thread-safe.
+    Each segment is verified on arrival. Once it is closed and no read is in progress, the chunk
+    becomes visible in CPU memory if it is complete, else its memory is freed; until then the reader
+    owns ``frame``. Thread-safe.
     """
 
     def __init__(self, loads: Loads, source: TierSlot, stored: ChunkInfo) -> None:
@@ -58,11 +58,11 @@ class StreamingLoad:
         self._reservation: Reservation | None = None
         self._unread = stored.layout.segment_count
         self._users = 1
-        """The reader, and what is being read."""
+        """The reader plus the reads in progress."""
         self._lock = threading.Lock()  # guards the two above
 
     def submit(self, segment: int | None) -> Ticket | None:
-        """Queue a read, of the header for None; None when the queue is full."""
+        """Queue a read of *segment*, None: of the header; return None when the queue is full."""
         number = b"" if segment is None else segment.to_bytes(4, "little")
         work = partial(self._run, segment)
         return self._loads.submit(self.source, self._name + number, work)
@@ -85,7 +85,7 @@ class StreamingLoad:
             self.close()
 
     def _open(self) -> None:
-        """Reserve room and read the header. Raises KVStoreErrors."""
+        """Reserve memory and read the header. Raises KVStoreErrors."""
         moves, stored, terms = self._moves, self._stored, self._loads.terms
         room = SpaceRequest(stored, terms.session.tenant, terms.deadline)
         moves.catalog.hold(stored.key)
@@ -108,7 +108,7 @@ class StreamingLoad:
         self.header = header
 
     def _read(self, segment: int) -> None:
-        """Read one segment, and the padding before it, and verify it."""
+        """Read one segment with the padding before it, and verify it."""
         ends = self.header.segments["offset"] + self.header.segments["stored_bytes"]
         start = int(ends[segment - 1]) if segment else self.header.header_bytes
         started = self._moves.clock()
@@ -125,7 +125,7 @@ class StreamingLoad:
             raise TierUnavailableError(source.name, f"it lost {key.hex()}")
 
     def close(self) -> None:
-        """End one use; the last one makes visible what is whole and frees what is not."""
+        """End one use; the last one makes a complete chunk visible and frees any other."""
         with self._lock:
             self._users -= 1
             is_over = not self._users
@@ -141,7 +141,7 @@ class StreamingLoad:
 
 @dataclass(slots=True)
 class _Source:
-    """One chunk of the get: *ticket* brings its header from a lower tier, ``load`` reads on."""
+    """One chunk of the get: *ticket* loads its header from a lower tier, ``load`` the rest."""
 
     index: int
     tier: str
@@ -150,19 +150,19 @@ class _Source:
     header: FrameHeader = field(init=False)
     frame: Bytes = field(init=False)
     kept: Rows | None = None
-    """The rows that are sent; None: all."""
+    """Rows to send; None: all."""
 
 
 class LayerwiseRead:
     """Sends layer i of all chunks while layer i+1 is read. Used once, by one thread, under a lease.
 
-    Raw frames of a lower tier are read layer by layer, straight into CPU memory, and promoted once
-    whole; others are promoted before their first layer.
+    Raw frames of a lower tier are read layer by layer, directly into CPU memory, and promoted once
+    complete; others are promoted before their first layer.
     """
 
     def __init__(self, moves: Moves, keys: Sequence[ChunkKey], terms: ReadTerms) -> None:
         self.skipped: SkippedRows | None = None
-        """Rows that the reader does not want."""
+        """Rows that are not sent."""
         self._moves = moves
         self._least = terms.least
         self._keys = keys
@@ -174,7 +174,7 @@ class LayerwiseRead:
     def parts(self) -> Iterator[LayerPart]:
         """Yield the header of each chunk up to the first that is lost or late, then segments.
 
-        A chunk that is lost on the way ends the prefix there; a late one ends the answer.
+        A chunk that is lost later cuts the prefix there; a late one ends the stream.
         """
         counters = self._moves.counters
         try:
@@ -207,7 +207,7 @@ class LayerwiseRead:
             self._sources.append(source)
 
     def _begin(self, index: int, key: ChunkKey) -> _Source | None:
-        """Start what brings the header of *key* in reach; None when nothing can."""
+        """Start loading the header of *key*; return None if it cannot be loaded."""
         moves = self._moves
         copies = moves.catalog.copies(key)
         fit = [name for name, copy in copies.items() if copy.accuracy >= self._least]
@@ -227,7 +227,7 @@ class LayerwiseRead:
         return None if source.ticket is None else source
 
     def _is_opened(self, source: _Source, key: ChunkKey) -> bool:
-        """Wait for a header; False where the chunk cannot be read on from there."""
+        """Wait for a header; return False if the chunk cannot be read."""
         if source.ticket is not None and not self._reads.result(source.ticket):
             return False
         if source.load is not None:
@@ -237,7 +237,7 @@ class LayerwiseRead:
             if frame is None:
                 return False
             source.header, source.frame = parse_header(frame), frame
-        header = source.header  # of one too lossy, or without what is of its end, nothing is read
+        header = source.header  # a chunk that is too lossy or lacks its end state is not read
         return header.accuracy >= self._least and header.layout.segment_count == len(self._order)
 
     # --- segments
@@ -254,13 +254,13 @@ class LayerwiseRead:
                 continue
             is_here = source.load is None or self._reads.result(tickets[number])
             data = self._wanted(source, segment) if is_here else None
-            if data is None:  # a segment that failed: nothing from here on
+            if data is None:  # the read failed: the prefix ends before this chunk
                 live = source.index
                 continue
             yield self._part(source, int(source.header.segments[segment]["offset"]), data)
 
     def _wanted(self, source: _Source, segment: int) -> Bytes | None:
-        """Return what is sent of a segment; None when it proved wrong before it was cut."""
+        """Return the bytes of a segment to send; None when it fails verification before a cut."""
         header, data = source.header, source.header.segment(source.frame, segment)
         if source.kept is None:
             return data

@@ -1,4 +1,4 @@
-"""Lookups over all tiers, those that other nodes use included."""
+"""Lookups over all tiers, shared tiers and peers included."""
 
 from __future__ import annotations
 
@@ -26,33 +26,33 @@ from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 
 NEGATIVE_TTL_S = 0.1
-"""How long a shared tier is not queried for what it did not have: what another node puts meanwhile
-is a miss."""
+"""Lifetime of a negative cache entry for shared tiers: within it, new puts of other nodes are
+misses."""
 MAX_NEGATIVE_KEYS = 4096
 MAX_SHARED_CHUNKS = 1 << 18
-"""Chunks of a shared tier in the index; what others put there beyond them is not looked at."""
+"""Limit of indexed chunks of a shared tier; chunks beyond it are ignored."""
 
 PEERS_SHARE = 0.25
-"""Of a lookup's time, that peers have to answer."""
+"""Share of a lookup's time in which peers must answer."""
 MAX_PEER_QUERIES = 4
-"""Lookups that query peers themselves at a time; a queue does it for others."""
+"""Lookups that query peers in their own thread at a time; others use the queue."""
 MOST_WAITING = 0.1
-"""How full that queue may be for a lookup to add a query."""
+"""Lookups skip peers when that queue is fuller than this."""
 
 LEARNT_AT_ONCE = 1024
-"""Chunks of a shared tier's list, as the start goes through it."""
+"""Batch size when a start scans a shared tier, in chunks."""
 
 PROBE_CHUNKS = 16
-"""Queried first; when a shared tier has them, the rest."""
+"""Chunks queried first; if a shared tier has them all, the rest follow."""
 
 Seconds: TypeAlias = NDArray[np.float64]
 
 
 class Lookup:
-    """Finds what can be read and how long that takes. Thread-safe.
+    """Finds chunks and estimates their load times. Thread-safe.
 
-    Every ``deadline`` is a point on the clock of *moves*. Queries of a shared tier wait in its
-    ``ask-TIER`` queue, and those of peers when there are many at once.
+    Every ``deadline`` is a time on the clock of *moves*. Queries of shared tiers, and of peers
+    when there are many at once, run in the queue ``ask-TIER``.
     """
 
     def __init__(
@@ -66,7 +66,7 @@ class Lookup:
         self._moves = moves
         self._prefetch = prefetch
         lower = moves.tiers.lower
-        # Copied to what is looked up again: their admission waits for that.
+        # Their admission copies a chunk on its second lookup.
         self._watching = [s for s in lower if moves.placement.admits_on_lookup(s)]
         self._names = tuple(slot.name for slot in self._sources)
         self._shared = [slot for slot in lower if slot.tier.shared]
@@ -74,7 +74,7 @@ class Lookup:
         self._peer_tier: Any = self._peers and self._peers.tier  # a PeerTier, of a folder above
         self._peer_queries = threading.BoundedSemaphore(MAX_PEER_QUERIES)
         self._absent: OrderedDict[ChunkKey, float] = OrderedDict()
-        """First chunks that a shared tier did not have, each for all behind it, and until when."""
+        """Negative cache: the first chunk that shared tiers lacked, and when the entry expires."""
         self._lock = threading.Lock()  # guards changes of it
         self._states = states
 
@@ -88,8 +88,8 @@ class Lookup:
         min_accuracy: Accuracy = Accuracy.exact,
         engine: EngineTerms | None = None,
     ) -> Match:
-        """Find the longest prefix of *keys* that can be read. With *lease* it is leased, with
-        *engine* the answer has a plan. For a get of ranges nothing is loaded ahead.
+        """Find the longest prefix of *keys* that can be read. *lease* leases it; "ranged", for a
+        get of ranges, skips prefetching. *engine* adds a plan to the result.
         """
         terms = LeaseTerms(session.session_id, self._lease_ttl_ms / 1000) if lease else None
         if self._shared or self._peers is not None:
@@ -141,14 +141,14 @@ class Lookup:
     def ready(
         self, session: Session, keys: Sequence[ChunkKey], deadline: float, least: Accuracy
     ) -> int:
-        """Return how many chunks from the first on can be read; nothing is leased."""
+        """Return the length of the prefix that can be read; take no lease."""
         return self.lookup(session, keys, deadline, lease=False, min_accuracy=least).ready
 
     def _plan(
         self, keys: Sequence[ChunkKey], load_s: Seconds, decode_s: Seconds, engine: EngineTerms
     ) -> LoadPlan:
         tokens = self._catalog.queries.tokens(keys[: len(load_s)])
-        if 0 in tokens:  # one may be gone again
+        if 0 in tokens:  # evicted since
             del tokens[tokens.index(0) :]
         ready, chunks = len(tokens), len(keys)
         loads, decodes = load_s[:ready].tolist(), decode_s[:ready].tolist()
@@ -177,9 +177,9 @@ class Lookup:
     def _with_shared(
         self, keys: Sequence[ChunkKey], min_accuracy: Accuracy, found: PrefixMatch, deadline: float
     ) -> PrefixMatch:
-        """Query shared tiers how the chain goes on: a few chunks, then all if they are there.
+        """Query shared tiers for the rest of the chain: a few chunks, then all if those exist.
 
-        Mostly nobody knows it. Peers answer quickly: they are queried once, at first, for all.
+        Mostly none exists. Peers answer quickly: the first round queries them for all.
         """
         for count in (PROBE_CHUNKS, len(keys)):
             missing = found.first_missing
@@ -205,7 +205,7 @@ class Lookup:
     def _query_peers(self, keys: Sequence[ChunkKey], deadline: float) -> bool | None:
         """Return whether peers have any; None when they are late.
 
-        In this thread while few do: a queue takes 0.1 ms more.
+        Run in this thread while few do: the queue adds 0.1 ms.
         """
         slot, now, news = self._peers, self._moves.clock(), False
         if slot is None:
@@ -231,7 +231,7 @@ class Lookup:
         return news
 
     def _submit(self, slot: TierSlot, keys: Sequence[ChunkKey]) -> Ticket | None:
-        """Query a tier in its queue; None for one that is left alone or whose queue is full."""
+        """Queue a query of a tier; return None if its breaker is open or its queue is full."""
         if slot.breaker.is_open:
             return None
         work = partial(self._find, slot, keys)
@@ -240,7 +240,7 @@ class Lookup:
     def query_shared(
         self, keys: Sequence[ChunkKey], deadline: float, peer_keys: Sequence[ChunkKey] = ()
     ) -> tuple[bool, bool]:
-        """Index what others have of *keys*; return whether it is any, and whether all answered."""
+        """Index copies of *keys* on shared tiers; return whether any exists and all answered."""
         tickets = [self._submit(slot, keys) for slot in self._shared]
         from_peers = self._query_peers(peer_keys, deadline) if peer_keys else False
         news, all_answered = bool(from_peers), from_peers is not None
@@ -267,10 +267,10 @@ class Lookup:
         infos = [info for info in found if info is not None and info.key not in orphans]
         if infos:
             self._learn(slot, infos)
-        return bool(infos)  # known by now or not: they were not known before the query
+        return bool(infos)  # they were unknown before the query, even if indexed by now
 
     def drop_remote_hints(self, *, everything: bool = False) -> None:
-        """Drop from the index what peers reported and is not to be counted on any more."""
+        """Drop stale entries of peers from the index."""
         if self._peers is not None:
             tier, catalog = self._peer_tier, self._catalog
             for key in tier.stale(everything=everything):
@@ -280,9 +280,9 @@ class Lookup:
                     tier.delete(key)
 
     def learn_in_background(self) -> None:
-        """Index what shared tiers hold at the start: what the index does not know is never evicted.
+        """Index the contents of shared tiers at start: chunks not in the index are never evicted.
 
-        In the background, as a tier may be far away, or down.
+        Runs in the background: a tier may be slow or down.
         """
         for slot in self._shared:
             work = partial(slot.guarded, partial(self._learn_all, slot))
@@ -298,7 +298,7 @@ class Lookup:
         if slot is not self._peers:
             infos = infos[: max(0, MAX_SHARED_CHUNKS - self._catalog.eviction.count_on(slot.name))]
         others = self._catalog.note_found(slot.name, infos)
-        if slot is self._peers:  # on whose word nothing of ours is changed
+        if slot is self._peers:  # a peer's report replaces no local chunk
             return
         for info in others:
             is_old = self._catalog.is_less_complete(info.key, info.layout)

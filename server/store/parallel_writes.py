@@ -1,8 +1,8 @@
-"""Parallel writes: chunks that several writers put part by part, until they are whole.
+"""Parallel writes: chunks that several writers put in parts.
 
-Ranks of a parallel engine each have some layers or heads. What they put is verified, copied to
-where it belongs in the room of the whole raw frame, and the chunk committed once every layer and
-head has come. Until then lookups call the chunk pending.
+Ranks of a parallel engine each hold some layers or heads. Each part is verified and copied to its
+place in the buffer of the whole raw frame; the chunk is committed once every layer and head has
+arrived. Until then lookups report the chunk as pending.
 """
 
 from __future__ import annotations
@@ -37,20 +37,20 @@ from kvstore.server.security.sessions import Session
 from kvstore.server.store.reservations import PutResult, PutTicket, Reservations
 
 UNFINISHED_PERCENT = 25
-"""Of CPU memory: rooms of partial chunks, and what streams bring on its way into them."""
+"""Share of CPU memory for partial chunks and the streamed parts on their way into them."""
 MAX_UNFINISHED_CHUNKS = 4096
 UNFINISHED_S = 30.0
-"""What the parts of a chunk may be apart; then what has come of it is dropped."""
+"""A chunk that is not complete this long after its first part is dropped."""
 
 _FREE, _CLAIMED, _COVERED = range(3)
 
 Claim: TypeAlias = "list[NDArray[np.bool_]]"
-"""Which tiles a writer fills: for each extent of its shard, (layers, heads)."""
+"""Tiles that a writer fills: for each extent of its shard, (layers, heads)."""
 
 
 @dataclass(frozen=True, slots=True)
 class ChunkPart:
-    """A frame of ``size_bytes`` of a shard; a streamed one waits in memory until it is whole."""
+    """A frame of ``size_bytes`` of a shard; a streamed one is buffered until complete."""
 
     shard: ChunkShard
     size_bytes: int
@@ -59,9 +59,9 @@ class ChunkPart:
 
 @dataclass(slots=True, eq=False)
 class PartTicket:
-    """A part that is being put; owned by a session. Its place is the partial chunk's.
+    """A part that is being put; owned by a session. The partial chunk owns its space.
 
-    ``room`` is where a streamed one is written; ``ticket_id`` and ``until`` are as of a PutTicket.
+    ``room`` buffers a streamed part; ``ticket_id`` and ``until`` are those of a PutTicket.
     """
 
     session: Session
@@ -75,27 +75,27 @@ class PartTicket:
 
 
 class PartialChunk:
-    """One chunk whose parts come one by one, into the room of its raw frame.
+    """One chunk whose parts arrive one by one, into the buffer of its raw frame.
 
-    Of each component a layer's head is a tile: free, claimed by one writer, or covered. Its owner's
-    lock guards everything but ``fill`` and ``sum_up``, which touch claimed tiles only. ``until`` is
-    when it is dropped.
+    A tile is one head of one layer of a component: free, claimed by one writer, or covered. The
+    owner's lock guards everything but ``fill`` and ``sum_up``, which touch claimed tiles only. The
+    chunk is dropped at ``until``.
     """
 
     def __init__(self, ticket: PutTicket, until: float) -> None:
         assert ticket.room is not None
-        ticket.hints = NO_HINTS  # those of parts that proved right
+        ticket.hints = NO_HINTS  # set by parts that verify
         self.ticket = ticket
         self.info = info = ticket.info
         self.until = until
         self.sessions: set[int] = set()
-        """Open ones that have a part in it."""
+        """Open sessions with a part in it."""
         self.writers = 0
-        """How many write into the room at this moment."""
+        """Writers that fill the buffer now."""
         self.is_sealing = False
-        """It is whole, and about to be visible: nobody begins it anew, and nobody drops it."""
+        """Complete, and about to be visible: it is not dropped any more."""
         self.is_dropped = False
-        """Its room is freed by the last of them."""
+        """The last writer frees the buffer."""
         self._room = room = ticket.room
         self._first: FrameHeader | None = None
         self._prefill_flops = 0.0
@@ -103,18 +103,18 @@ class PartialChunk:
         self._tensors = RAW.views(blank, room)
         self._tiles = [np.full((c.layers, c.kv_heads), _FREE) for c in info.layout.components]
         end = blank.header_bytes
-        for row in blank.segments:  # what no segment covers, and no checksum
+        for row in blank.segments:  # zero the padding, which no checksum covers
             room[end : int(row["offset"])] = 0
             end = int(row["offset"]) + int(row["stored_bytes"])
 
     def join(self, ticket: PartTicket) -> None:
-        """Have its session take part. Raises InvalidRequestError for a part of another chunk."""
+        """Add the session of a part. Raises InvalidRequestError for a part of another chunk."""
         _same("layout", ticket.part.shard.whole, self.info.layout)
         _same("parent", ticket.info.parent.hex(), self.info.parent.hex())
         self.sessions.add(ticket.session.session_id)
 
     def agree(self, header: FrameHeader, hints: Hints) -> None:
-        """Take what a first part states. Raises InvalidRequestError for another that differs."""
+        """Record what the first part states. Raises InvalidRequestError for a part that differs."""
         if self._first is None:
             self._first = header
         _same("content", header.content.hex(), self._first.content.hex())
@@ -125,7 +125,7 @@ class PartialChunk:
     # --- tiles
 
     def claim(self, shard: ChunkShard) -> Claim:
-        """Return which tiles of *shard* nobody has claimed before: they are the caller's."""
+        """Claim the free tiles of *shard* for the caller and return them."""
         claim = []
         for tiles in self._tiles_of(shard):
             claim.append(tiles == _FREE)
@@ -134,7 +134,7 @@ class PartialChunk:
         return claim
 
     def leave(self, shard: ChunkShard, claim: Claim, *, is_filled: bool) -> bool:
-        """End a claim; return whether the chunk is whole by that."""
+        """End a claim; return whether it completes the chunk."""
         self.writers -= 1
         for tiles, ours in zip(self._tiles_of(shard), claim, strict=True):
             tiles[ours] = _COVERED if is_filled else _FREE
@@ -150,9 +150,9 @@ class PartialChunk:
     # --- bytes
 
     def fill(self, header: FrameHeader, frame: Bytes, shard: ChunkShard, claim: Claim) -> None:
-        """Verify *frame*, of *shard*, and decode what is claimed of it into the room.
+        """Verify *frame*, of *shard*, and decode its claimed tiles into the buffer.
 
-        Raises as ``decode_shard``; what was claimed then holds rubbish.
+        Raises as ``decode_shard``; the claimed tiles are undefined then.
         """
         out: list[list[list[Part]]] = []
         beside: list[tuple[Part, Part, NDArray[np.bool_]]] = []
@@ -161,7 +161,7 @@ class PartialChunk:
             out.append([])
             for parts, heads in zip(layers, ours, strict=True):
                 places = [part[one.first_head : one.head_stop] for part in parts]
-                if not heads.all():  # another writer's bytes stay as they are
+                if not heads.all():  # do not overwrite another writer's tiles
                     aside = [np.empty(place.shape, place.dtype) for place in places]
                     beside += [(*pair, heads) for pair in zip(aside, places, strict=True)]
                     places = aside
@@ -171,7 +171,7 @@ class PartialChunk:
             place[heads] = part[heads]
 
     def sum_up(self) -> FrameHeader:
-        """Write the header of the whole frame, and return it."""
+        """Write and return the header of the whole frame."""
         info, first = self.info, self._first
         assert first is not None
         template = FrameTemplate(
@@ -191,7 +191,7 @@ def _same(name: str, given: object, known: object) -> None:
 
 
 class ParallelWrites:
-    """Partial chunks, by key: *limit_bytes* together, *unfinished_s* each. Thread-safe."""
+    """Partial chunks by key: *limit_bytes* in total, *unfinished_s* each. Thread-safe."""
 
     def __init__(self, reservations: Reservations, limit_bytes: int, unfinished_s: float) -> None:
         self._reservations = reservations
@@ -201,13 +201,13 @@ class ParallelWrites:
         self._clock = reservations.clock
         self._chunks: dict[ChunkKey, PartialChunk] = {}
         self.used_bytes = 0
-        """Of partial chunks, and of streamed parts on their way into them."""
-        # Guards the two above, and all of a chunk but the copying of its bytes.
+        """Bytes of partial chunks and of buffered streamed parts."""
+        # Guards the two above, and each chunk except the copying of its bytes.
         self._lock = threading.Lock()
 
     def begin(self, ticket: PartTicket, deadline: float) -> PartTicket | PutResult:
-        """Have room for the chunk of *ticket*, or say why there is nothing to write. Raises
-        QuotaExceededError, InvalidRequestError for another chunk than other writers state.
+        """Reserve space for the chunk of *ticket*, or return the result of a put that needs no
+        write. Raises QuotaExceededError, InvalidRequestError if other writers state another chunk.
         """
         stream_bytes = ticket.part.size_bytes if ticket.part.is_streamed else 0
         with self._lock:
@@ -233,7 +233,7 @@ class ParallelWrites:
         return answer
 
     def _open(self, ticket: PartTicket, deadline: float) -> PartTicket | PutResult:
-        """Begin a chunk, whose bytes are counted: admission, quota and room are checked once."""
+        """Begin a chunk whose bytes are counted; check admission, quota and space once."""
         info, is_ours = ticket.info, False
         try:
             reserved = self._reservations.reserve(
@@ -247,9 +247,9 @@ class ParallelWrites:
         finally:
             if not is_ours:
                 self._release(info.size_bytes)
-        if not is_ours:  # another writer was quicker
+        if not is_ours:  # another writer was first
             self._reservations.discard(reserved)
-        elif self._reservations.has(info.key):  # others were, and have made it whole since
+        elif self._reservations.has(info.key):  # others completed it in the meantime
             self._drop(lambda one: one is chunk)
             return PutResult(PutOutcome.exists)
         with self._lock:
@@ -263,16 +263,16 @@ class ParallelWrites:
             self.used_bytes -= size_bytes
 
     def discard(self, ticket: PartTicket) -> None:
-        """Drop one part; the chunk waits for another writer of it."""
+        """Drop one part; another writer may put it."""
         if ticket.room is not None:
             ticket.room = None
             self._release(ticket.part.size_bytes)
 
     def commit(self, ticket: PartTicket, frame: Bytes | None) -> PutResult:
-        """Verify *frame*, which its writer may still have a hand on, and put it where it belongs.
+        """Verify *frame*, which its writer may still modify, and copy it into the chunk.
 
-        The last one makes the chunk visible. Raises InvalidFrameError, ChunkCorruptError,
-        UnknownCodecError, InvalidRequestError; nothing of the part stays then.
+        The last part makes the chunk visible. Raises InvalidFrameError, ChunkCorruptError,
+        UnknownCodecError, InvalidRequestError; the part is discarded then.
         """
         assert frame is not None
         try:
@@ -315,7 +315,7 @@ class ParallelWrites:
             return PutResult(PutOutcome.pending, "waits for the chunk's other shards")
         try:
             return self._reservations.commit(chunk.ticket, chunk.sum_up())
-        finally:  # not before it is visible: it is known all the time
+        finally:  # after it is visible, so that it is never unknown
             with self._lock:
                 self._forget(chunk)
 
@@ -323,15 +323,15 @@ class ParallelWrites:
         del self._chunks[chunk.info.key]
         self.used_bytes -= chunk.info.size_bytes
 
-    # --- those that do not become whole
+    # --- incomplete chunks
 
     def expire(self) -> int:
-        """Drop the chunks whose time is up; return how many."""
+        """Drop expired chunks; return how many."""
         now_s = self._clock()
         return self._drop(lambda chunk: chunk.until <= now_s)
 
     def end_session(self, session_id: int) -> None:
-        """Drop the chunks in which no other open session has a part."""
+        """Drop the chunks in which only this session has a part."""
         with self._lock:
             theirs = {one for one in self._chunks.values() if session_id in one.sessions}
             for chunk in theirs:
@@ -352,9 +352,9 @@ class ParallelWrites:
 
 
 def _read_header(ticket: PartTicket, frame: Bytes) -> FrameHeader:
-    """Return the header of *frame* if it is what was announced.
+    """Return the header of *frame* if it matches its reservation.
 
-    Read once: whoever still writes to the frame cannot slip another one past.
+    The header is copied once, so that a concurrent writer cannot change it after the check.
     """
     start = frame[:FIXED_BYTES].copy()
     end = min(max(stated_header_bytes(start), FIXED_BYTES), len(frame)) if len(start) else 0

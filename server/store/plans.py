@@ -1,11 +1,11 @@
 """Plans: which chunks of a prompt to load rather than compute. Pure: no clock, no I/O.
 
-Loads come one after the other while the engine computes, a chunk once all before it are there.
-Two kinds of plan are weighed, exactly, and computing everything is one of both:
+Loads run one after another while the engine computes; a chunk needs all before it.
+Two kinds of plan are compared exactly; computing everything belongs to both:
 
-* compute a head while what follows loads, then compute the rest: for chunks of one size on one
-  tier no plan is faster (shown against all plans by its test);
-* where a prompt lies on several tiers: load or compute each of its few stretches of one tier.
+* compute a head while the chunks after it load, then compute the rest: for chunks of one size on
+  one tier no plan is faster (its test compares all plans);
+* for a prompt on several tiers: load or compute each of its few stretches of one tier.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from numpy.typing import NDArray
 from kvstore.proto.plans import LoadPlan, PlanRange, PrefillModel
 
 MAX_STRETCHES = 6
-"""Of more stretches only plans of the first kind are weighed: a plan takes below a millisecond."""
+"""With more stretches only plans of the first kind are compared: planning takes below 1 ms."""
 
 
 class _Prompt(NamedTuple):
     """Running sums, from 0 on: tokens, and seconds of loading, before chunk i.
 
-    ``lag_s``: how long the last chunk is decoded once it is there, at most.
+    ``lag_s``: the longest decode of the last chunk after its load.
     """
 
     starts: NDArray[np.int64]
@@ -46,12 +46,12 @@ def plan_loads(
 ) -> LoadPlan:
     """Return the fastest plan of both kinds; of equals, the one that loads least.
 
-    *tokens[i]* and *load_s[i]* are of chunk i of those in reach, the head of the chain;
-    *decode_s[i]* is spent on it beside the load of the next. *chunks* is how many were requested,
-    *total_tokens* of the whole prompt, at least theirs.
+    *tokens[i]* and *load_s[i]* belong to chunk i of the available prefix; its decode takes
+    *decode_s[i]* and overlaps the next load. *chunks* is how many were requested, *total_tokens*
+    the length of the prompt, at least theirs.
     """
-    # Loads and decodes in a row of two stations: no later than the slower of both at each chunk,
-    # and once the faster.
+    # A pipeline of load and decode takes at most the sum of the slower stage of each chunk, plus
+    # the largest faster one.
     loaded_s = np.concatenate([[0.0], np.cumsum(np.maximum(load_s, decode_s))])
     lag_s = float(np.minimum(load_s, decode_s).max(initial=0.0))
     starts = np.concatenate([[0], np.cumsum(np.array(tokens, np.int64))])
@@ -65,11 +65,11 @@ def plan_loads(
 
 
 Choice = list[tuple[int, int]]
-"""Stretches of chunks to load, ascending, with gaps between them; all else is computed."""
+"""Stretches of chunks to load, ascending, with gaps between them; the rest is computed."""
 
 
 def _time_s(prompt: _Prompt, choice: Choice) -> float:
-    """Return when all of the prompt is there. The reference that other formulas agree with."""
+    """Return when the whole prompt is ready, in seconds: the reference for other formulas."""
     starts, loaded_s = prompt.starts, prompt.loaded_s
     engine_s = arrived_s = 0.0
     done = 0
@@ -108,7 +108,7 @@ def _two_cuts(prompt: _Prompt) -> tuple[float, Choice]:
 
 
 def _stretched(costs: Sequence[tuple[int, float, float]]) -> list[Choice]:
-    """Return every choice over the stretches of chunks that load alike; none if they are many."""
+    """Return all choices over stretches of equal chunks; none with too many stretches."""
     if len(costs) <= MAX_STRETCHES:
         edges = list(range(len(costs) + 1))
     else:

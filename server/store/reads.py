@@ -1,4 +1,4 @@
-"""Reads of leased chunks, whole or by ranges, each from the fastest copy that proves right."""
+"""Reads of leased chunks, whole or by ranges, each from the fastest copy that verifies."""
 
 from __future__ import annotations
 
@@ -36,9 +36,9 @@ from kvstore.server.tiering.work_queue import Ticket, Work
 
 
 class LayerPart(NamedTuple):
-    """A piece of a frame, from ``offset`` on, or the ``place`` where its reader finds all of it.
+    """A piece of a frame, from ``offset`` on, or the ``place`` where its reader finds the frame.
 
-    ``chunk`` is its number in the request, ``tier`` where it was before.
+    ``chunk`` is its number in the request, ``tier`` the tier it was read from.
     """
 
     chunk: int
@@ -50,17 +50,17 @@ class LayerPart(NamedTuple):
 
 
 READ_AHEAD_CHUNKS = 8
-"""Of the chain, named at once to media that can use that."""
+"""Chunks of the chain in one read-ahead hint to a medium."""
 LOADS_AHEAD_CHUNKS = 16
-"""Loads of one get that run before their turn, begun several at a time, as a peer takes many."""
+"""Loads of one get in flight ahead of delivery, begun in batches, which peers serve faster."""
 REMEMBERED_READS = 1 << 16
-"""Chunks read once that a promotion may follow from; about 10 MB."""
+"""Chunks read once, remembered for promotion on a second read; about 10 MB."""
 MAX_DUE = 1024
-"""Promotions that wait for the next tick; the oldest are forgotten beyond them."""
+"""Promotions that wait for the next tick; beyond it the oldest are dropped."""
 LEAST_MEASURED_BYTES = 64 << 10
-"""Of less, what a read takes says nothing about the medium's bandwidth."""
+"""Shorter reads do not count as a measurement of the medium's bandwidth."""
 NO_REACH: frozenset[Reach] = frozenset()
-"""Of a reader that is sent bytes."""
+"""Reach of a reader that receives bytes."""
 IN_MEMORY = frozenset({Reach.memory})
 _NOT_HERE: Bytes = np.empty(0, np.uint8)
 _numbers = count()
@@ -68,10 +68,10 @@ _numbers = count()
 
 @dataclass(frozen=True, slots=True)
 class ReadTerms:
-    """Who reads, and by when: a point on the clock of the store.
+    """The reader, and its deadline on the clock of the store.
 
-    ``reach``: where it reads in place, and ``peers`` from which other servers. Copies of less than
-    ``least`` are passed over, as if they were not there.
+    The reader reads in place in ``reach`` and from the servers ``peers``. Copies of an accuracy
+    below ``least`` are ignored.
     """
 
     session: Session
@@ -83,13 +83,13 @@ class ReadTerms:
 
 @dataclass(slots=True)
 class Loads:
-    """What one get loads, in its thread. Ends with it, unless another get waits for a load."""
+    """The loads of one get, in its thread. They end with it, unless another get waits for one."""
 
     moves: Moves
     terms: ReadTerms
     claims: list[Ticket] = field(default_factory=list)
     own_bytes: int = 0
-    """Of the frame that is delivered, where it is in memory of this get alone."""
+    """Size of the delivered frame if it is in memory of this get only, else 0."""
 
     def load(self, key: ChunkKey, source: TierSlot) -> Ticket | None:
         """Begin to copy a chunk to CPU memory; None when the queue of *source* is full."""
@@ -114,21 +114,21 @@ class Loads:
             raise
 
     def result(self, ticket: Ticket | None) -> object:
-        """Return what a read returned; None for one that could not begin, failed or is late."""
+        """Return what a read returned; None if it could not begin, failed or is late."""
         with suppress(KVStoreError):
             return None if ticket is None else self.wait(ticket)
         return None
 
     def close(self) -> None:
-        """Drop what is not done. Idempotent."""
+        """Cancel unfinished loads. Idempotent."""
         self.moves.let_go_of_loads(self.claims)
 
 
 class Reads:
     """The gets of a server. Thread-safe.
 
-    What is not in CPU memory is promoted first, but for what the reader reads in place: in GPU
-    memory, in a file or from another server, which spares it one of two copies. ``bypass_bytes``
+    Chunks outside CPU memory are promoted first, unless the reader reads them in place: in GPU
+    memory, in a file or from another server, which saves one of two copies. ``bypass_bytes``
     bounds the copies made for readers while CPU memory is full of leases.
     """
 
@@ -142,12 +142,12 @@ class Reads:
         self._bypass_bytes = 0
         self._reads = PromoteOnSecondHit(REMEMBERED_READS)
         self._due: OrderedDict[ChunkKey, tuple[str, str]] = OrderedDict()
-        """Whose and from where."""
+        """Tenant and source tier of chunks to promote."""
         self._lock = threading.Lock()  # guards the three above
         self._ahead = [slot for slot in tiers.slots.values() if slot.tier.reads_ahead]
 
     def get(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> Iterator[LayerPart]:
-        """Yield chunks, under the caller's lease, in order up to the first that is lost or late."""
+        """Yield leased chunks in order up to the first that is lost or late."""
         cpu = self._tiers.cpu.name
         loads = Loads(self.moves, terms)
         delivered = size_bytes = 0
@@ -155,8 +155,8 @@ class Reads:
         try:
             for index, key in enumerate(keys):
                 self._begin(index, keys, origins, loads)
-                # What is found damaged leaves CPU memory at once, and other tiers later: for
-                # those the catalog is read again.
+                # A corrupt chunk leaves CPU memory at once and other tiers later: for those the
+                # catalog is read again.
                 origin, result = origins[index], None
                 if origin == cpu:
                     result = self._found(index, key, terms)
@@ -185,11 +185,11 @@ class Reads:
             self._counters.add("get_missed_chunks", len(keys) - delivered)
 
     def in_place(self, keys: Sequence[ChunkKey], terms: ReadTerms) -> NDArray[Any]:
-        """Return where the longest prefix of leased *keys* is that the reader can read in place, as
-        PLACE_ROWs, their tiers numbered as in ``place_names``. They count as delivered.
+        """Return the places of the longest prefix of leased *keys* that the reader can read in
+        place, as PLACE_ROWs; tiers are numbered as in ``place_names``. They count as delivered.
 
-        Call ``note_in_place`` when the reader knows them. Where there is GPU memory, to which a
-        second read would promote others, only those that are there.
+        Call ``note_in_place`` once the reader has them. With a GPU tier, to which a second read
+        promotes, only chunks in GPU memory qualify.
         """
         tiers, reach, least = self._tiers, terms.reach, terms.least
         if tiers.gpu is not None:
@@ -218,13 +218,13 @@ class Reads:
         return rows
 
     def place_names(self, terms: ReadTerms) -> list[str]:
-        """Return the tiers that are read in place: that of a device first, that of peers last."""
+        """Return the tiers that are read in place: the device first, peers last."""
         names = [slot.name for slot in self._slots_of(terms.reach)]
         remote = self._tiers.remote if terms.peers else None
         return names if remote is None else [*names, remote.name]
 
     def note_in_place(self, keys: Sequence[ChunkKey], rows: NDArray[Any], terms: ReadTerms) -> None:
-        """The reader of *keys* begins to read *rows*: what follows from reading files."""
+        """Start read-ahead and promotions for a reader that begins to read *rows* of *keys*."""
         tenant = terms.session.tenant
         filed, peers = self._tiers.file_backed, self._tiers.remote
         if peers is not None:
@@ -239,7 +239,7 @@ class Reads:
             self._promote_if_due(tenant, key, filed.name)
 
     def _read_ahead(self, keys: Sequence[ChunkKey]) -> None:
-        """Let media that can use that know what of the chain is read next; wait for nothing."""
+        """Hint to media with read-ahead which chunks are read next; do not wait."""
         cpu = self._tiers.cpu.name
         plan = self._catalog.read_plan(keys, Accuracy.approximate)
         for slot in self._ahead:
@@ -256,7 +256,7 @@ class Reads:
     def _place(
         self, key: ChunkKey, holders: Sequence[str], terms: ReadTerms
     ) -> tuple[TierSlot, Place] | None:
-        """Return where the reader finds *key* without a load, on a peer if no copy is nearer."""
+        """Return where the reader finds *key* without a load; on a peer if no copy is nearer."""
         for slot in self._slots_of(terms.reach):
             is_left_alone = slot is self._tiers.file_backed and slot.breaker.is_open
             if slot.name in holders and not is_left_alone and (place := self.place_of(slot, key)):
@@ -274,7 +274,7 @@ class Reads:
         return [slot for slot in (gpu, self._tiers.cpu, filed) if slot is not None]
 
     def place_of(self, slot: TierSlot, key: ChunkKey) -> Place | None:
-        """Return where a reader finds the copy on *slot* itself; None where it does not."""
+        """Return the place of the copy on *slot* for readers in place; None if it has none."""
         tiers = self._tiers
         if slot is tiers.cpu:
             return tiers.cpu_tier.locate(key)
@@ -282,7 +282,7 @@ class Reads:
         return slot.tier.file_place(key) if gpu is None else gpu.locate(key)
 
     def _promote_if_due(self, tenant: str, key: ChunkKey, name: str) -> None:
-        """Copy a chunk up, in the background, when it is read a second time and worth its room."""
+        """Promote a chunk in the background on its second read if it is worth its space."""
         gpu = self._tiers.gpu
         elsewhere = (self._tiers.file_backed, self._tiers.remote)
         source = next((slot for slot in elsewhere if slot and slot.name == name), None)
@@ -295,20 +295,20 @@ class Reads:
             return
         placement, cpu = self.moves.placement, self._tiers.cpu
         if source and placement.promotes(key, source, cpu):
-            # Not now: the copy would take a core from the reader, who is reading it there.
+            # At the next tick: the copy would take a core from the reader, which reads in place.
             with self._lock:
                 remember(self._due, key, (tenant, name), MAX_DUE)
         if wants_gpu and gpu and not gpu.breaker.is_open and placement.promotes(key, cpu, gpu):
             self.moves.copy_to(key, gpu, tenant)
 
     def forget(self, key: ChunkKey) -> None:
-        """It was deleted: what comes by its name was not read yet."""
+        """Forget the reads of a deleted chunk: a new one of this key counts as unread."""
         with self._lock:
             self._reads.forget(key)
             self._due.pop(key, None)
 
     def promote_due(self) -> None:
-        """Begin to promote what was read elsewhere twice, or past a lesser copy. At every tick."""
+        """Promote chunks read twice in place, or past a less accurate copy. Called at each tick."""
         with self._lock:
             due = list(self._due.items())
             self._due.clear()
@@ -319,7 +319,7 @@ class Reads:
     def _begin(
         self, index: int, keys: Sequence[ChunkKey], origins: list[str], loads: Loads
     ) -> None:
-        """Begin loads behind chunk *index*; add to *origins* where each key is, "" for nowhere."""
+        """Begin loads after chunk *index*; append the tier of each key to *origins*, "" if none."""
         if index % READ_AHEAD_CHUNKS == 0 and self._ahead:
             start = index + READ_AHEAD_CHUNKS if index else 1
             if following := keys[start : index + 2 * READ_AHEAD_CHUNKS]:
@@ -337,7 +337,7 @@ class Reads:
     def _load(
         self, key: ChunkKey, loads: Loads, holders: Sequence[str]
     ) -> tuple[str, Ticket | None]:
-        """Begin to load *key* unless the reader reaches it; return the best holder's name."""
+        """Begin to load *key* unless the reader can reach it; return the best holder's name."""
         place = self._place(key, holders, loads.terms) if loads.terms.reach else None
         if place is not None:
             return place[0].name, None
@@ -356,12 +356,12 @@ class Reads:
                 return self._found(index, key, loads.terms) if is_here else None
             try:
                 loads.wait(ticket)
-                # A copy of too low accuracy has the chunk's place in CPU memory.
+                # A copy of too low accuracy is in CPU memory instead.
                 if cpu in holders_of(key) and cpu not in holders_of(key, loads.terms.least):
                     with self._lock:
                         remember(self._due, key, (loads.terms.session.tenant, name), MAX_DUE)
                     return self._read_bypass(index, key, name, loads)
-            except (TierFullError, InvalidRequestError):  # no room, or none large enough ever
+            except (TierFullError, InvalidRequestError):  # CPU memory is full, or too small
                 return self._read_bypass(index, key, name, loads)
             except DeadlineError:
                 return None
@@ -370,7 +370,7 @@ class Reads:
         return None
 
     def _found(self, index: int, key: ChunkKey, terms: ReadTerms) -> LayerPart | None:
-        """Return a chunk that needs no load: its bytes in CPU memory, or its place."""
+        """Return a chunk that needs no load: its bytes in CPU memory or its place."""
         if not terms.reach:
             name, frame = self._tiers.cpu.name, self._tiers.cpu_tier.peek(key)
             return None if frame is None else LayerPart(index, name, len(frame), 0, frame)
@@ -382,7 +382,7 @@ class Reads:
         return LayerPart(index, slot.name, place.size_bytes, 0, _NOT_HERE, place)
 
     def _read_bypass(self, index: int, key: ChunkKey, name: str, loads: Loads) -> LayerPart | None:
-        """Read past a CPU tier that is full of leases or has a lesser copy, within a bound."""
+        """Read past a CPU tier that is full of leases or has a less accurate copy; bounded."""
         slot = self._tiers.slots[name]
         info = self._catalog.copies(key).get(name)
         if info is None or not self._reserve_bypass(info.size_bytes):
@@ -402,7 +402,7 @@ class Reads:
         return LayerPart(index, name, info.size_bytes, 0, frame)
 
     def _reserve_bypass(self, size_bytes: int) -> bool:
-        """Account for memory of a reader's own; False when there is too much of it already."""
+        """Reserve bypass memory for a reader; return False when it would exceed the limit."""
         with self._lock:
             if self._bypass_bytes + size_bytes > self._bypass_limit_bytes:
                 return False
@@ -413,7 +413,7 @@ class Reads:
         with self._lock:
             self._bypass_bytes -= size_bytes
 
-    # --- ranges: of the smallest copy with levels, of all copies where none has
+    # --- ranges: of the smallest copy with levels, or else of the smallest copy
 
     def chosen_place(self, key: ChunkKey, terms: ReadTerms) -> tuple[str, Place] | None:
         """Return the tier of the chosen copy and where the reader reads it in place."""
@@ -428,8 +428,8 @@ class Reads:
     def ranges(
         self, index: int, key: ChunkKey, spans: Iterable[tuple[int, int]], terms: ReadTerms
     ) -> Iterator[LayerPart]:
-        """Yield *spans*, from a byte to another, of the chosen copy of chunk *index*, cut at its
-        end; nothing when there is none, or not in time. Their memory is lent until the next.
+        """Yield the byte *spans* (start, stop) of the chosen copy of chunk *index*, cut at its
+        end; nothing without a copy or when late. Each is valid until the next one.
         """
         name, info = self._chosen(key, terms)
         if info is None:

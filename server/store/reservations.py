@@ -1,4 +1,4 @@
-"""Reservations: room in memory for what is put, and the commit of a frame that is whole there."""
+"""Reservations: memory for chunks that are put, and the commit of complete frames."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ from kvstore.tiers.base import Reservation
 
 WITHOUT_STATE = "kept without its state: no prompt ended or parted here (--state-admission)"
 _TRIM_S = 1.0
-"""What a chunk that gave its room back waits at most for the smaller one."""
+"""Longest wait for the smaller buffer of a trimmed chunk."""
 
 
 @dataclass(frozen=True, slots=True)
 class PutResult:
-    """What became of one chunk of a put; ``reason`` says why when it was not stored."""
+    """The result of one chunk of a put; ``reason`` is set when it was not stored."""
 
     outcome: PutOutcome
     reason: str = ""
@@ -36,9 +36,9 @@ class PutResult:
 
 @dataclass(slots=True, eq=False)
 class PutTicket:
-    """A chunk that is being put, and its room on ``slot``; owned by a session.
+    """A chunk that is being put, and its space on ``slot``; owned by a session.
 
-    A later call names it by ``ticket_id``, before ``until``; of one that needs none that is 0.
+    A later call names it by ``ticket_id``, before ``until``; 0 if no later call is needed.
     """
 
     session: Session
@@ -49,18 +49,18 @@ class PutTicket:
     room: Bytes | None
     """Where its frame is written; None on a device."""
     kept_layout: KVLayout | None = None
-    """What is kept of it, where its state was turned away; None: all of it."""
+    """What is stored if its state was not admitted; None: all of it."""
     partition: int | None = None
-    """Whose its room counts as, until it is filled or given back; None: it is not counted."""
+    """Quota partition that its space counts against while pending; None: not counted."""
     ticket_id: int = 0
     until: float = math.inf
 
 
 class Reservations:
-    """Room for chunks that are put, which are pending from then on. Thread-safe.
+    """Space for chunks that are put; a reserved chunk is pending. Thread-safe.
 
-    *headroom_percent* of CPU memory are kept for loads. *states* says which recurrent states are
-    kept; None: all of them.
+    *headroom_percent* of CPU memory is reserved for loads. *states* decides which recurrent states
+    are stored; None: all of them.
     """
 
     def __init__(
@@ -72,7 +72,7 @@ class Reservations:
         self.counters = moves.counters
         self.clock = moves.clock
         self.on_existing: list[Callable[[ChunkKey], None]] = []
-        """Called with each chunk that was put and is here."""
+        """Called with each chunk of a put that already exists."""
         self._cpu, self._cpu_tier = moves.tiers.cpu, moves.tiers.cpu_tier
         cpu = self._cpu_tier
         wanted_bytes = cpu.capacity_bytes * headroom_percent // 100
@@ -88,12 +88,12 @@ class Reservations:
         is_last: bool | None = True,
         device: TierSlot | None = None,
     ) -> PutTicket | PutResult:
-        """Take room for a frame in CPU memory, or that of *device*, which keeps chunks as they are;
-        or say why there is nothing to write. *is_last*: nothing of the put continues the chunk;
-        None: not known yet.
+        """Reserve space for a frame in CPU memory, or on *device*, which stores chunks exactly; or
+        return the result of a put that needs no write. *is_last*: no chunk of the put continues
+        this one; None: not known yet.
 
-        From then on the chunk is pending, until ``commit`` or ``discard``. Raises
-        QuotaExceededError, InvalidRequestError.
+        The chunk is pending until ``commit`` or ``discard``. Raises QuotaExceededError,
+        InvalidRequestError.
         """
         eviction, catalog = self._moves.eviction, self._catalog
         slot, key, kept, bare = device or self._cpu, info.key, info, None
@@ -124,11 +124,11 @@ class Reservations:
         return ticket
 
     def _begin_anew(self, kept: ChunkInfo, hints: Hints, note: str) -> PutResult | None:
-        """Begin a chunk that is here, where that is no reason not to; else say why it is."""
+        """Begin the put of a chunk that exists if it may be replaced; else return the result."""
         key, catalog, peers = kept.key, self._catalog, self._moves.tiers.remote
         if catalog.is_less_complete(key, kept.layout) and not self._moves.eviction.replace(kept):
             return self.refuse(key, "somebody reads it as it is, without its checkpoint")
-        # What only another server has in its memory may be put here all the same.
+        # A copy in the memory of a peer does not prevent a put here.
         far = "" if peers is None else peers.name
         if catalog.holders(key) == [far] and catalog.cast_out(far, key, even_if_held=False):
             catalog.purged(far, key)
@@ -143,45 +143,45 @@ class Reservations:
     def _layout_to_keep(
         self, info: ChunkInfo, states: StateAdmission, *, is_last: bool | None
     ) -> KVLayout | None:
-        """Return what is kept of a chunk whose state is not worth it; None: all of it."""
+        """Return the layout to store when the state is not admitted; None: all of it."""
         bare = without_state(info.layout)
         if bare is None or not self._catalog.is_less_complete(info.key, info.layout, absent=True):
             return None
-        # A chunk that is known, and whose end is not, is wanted a second time.
+        # A chunk that is known without its state is put a second time.
         if is_last is None:
             is_last = self._catalog.is_less_complete(info.key, info.layout)
         return None if states.admits(info.key, is_end=is_last) else bare
 
     def keep_state(self, ticket: PutTicket) -> None:
-        """Keep the state after all: nothing of the put continues the chunk."""
+        """Store the state after all: no chunk of the put continues this one."""
         if ticket.kept_layout is not None and self._states is not None:
             ticket.kept_layout = None
             self._states.forget(ticket.info.key)
 
     def has(self, key: ChunkKey) -> bool:
-        """Whether an exact copy of the chunk is there."""
+        """Whether an exact copy of the chunk exists."""
         return bool(self._catalog.holders(key, Accuracy.exact))
 
     def refuse(self, key: ChunkKey, reason: str) -> PutResult:
-        """Count and record that a chunk is not taken; return the answer."""
+        """Count and record a refused chunk; return the result."""
         self.counters.add("put_refused_chunks")
         self._catalog.outcomes.note(key, Fate.refused, detail=reason)
         return PutResult(PutOutcome.refused, reason)
 
     def reject(self, key: ChunkKey, error: KVStoreError) -> None:
-        """Count and record a frame that is not what it should be."""
+        """Count and record an invalid frame."""
         self.counters.add("put_invalid_chunks")
         self._catalog.outcomes.note(key, Fate.invalid, detail=str(error))
 
     def discard(self, ticket: PutTicket) -> None:
-        """Free room that nothing is written into any more."""
+        """Free space that is no longer written to."""
         self.keep_state(ticket)
         self._uncount(ticket)
         ticket.slot.tier.abort(ticket.reservation)
         self._catalog.in_flight.end(ticket.info.key)
 
     def commit(self, ticket: PutTicket, header: FrameHeader) -> PutResult:
-        """Make a verified frame visible, and have it copied on."""
+        """Make a verified frame visible, and queue its copies to lower tiers."""
         if ticket.kept_layout is not None and not header.levels:
             return self._commit_trimmed(ticket, header, ticket.kept_layout)
         moves, catalog, slot, key = self._moves, self._catalog, ticket.slot, ticket.info.key
@@ -221,7 +221,7 @@ class Reservations:
     def _commit_trimmed(
         self, ticket: PutTicket, header: FrameHeader, layout: KVLayout
     ) -> PutResult:
-        """The same of what is kept of a frame whose state was turned away, in room of its size."""
+        """Commit a frame without its state, which was not admitted, in a buffer of its size."""
         cpu, tenant = self._cpu_tier, ticket.session.tenant
         ticket.kept_layout = None
         self._uncount(ticket)
@@ -253,7 +253,7 @@ class Reservations:
 def without_state(layout: KVLayout) -> KVLayout | None:
     """Return *layout* without its states; None when it has none, or nothing else.
 
-    A chunk of nothing but states is kept whole: a chain with a gap is of no use behind it.
+    A chunk of states only is stored whole: a gap makes the rest of the chain useless.
     """
     kept = tuple(one for one in layout.components if one.kind is not LayerKind.state)
     return KVLayout(kept) if 0 < len(kept) < len(layout.components) else None

@@ -1,6 +1,6 @@
-"""What a server has learned, over a restart: one file of sections, each with its own checksum.
+"""Learned state that survives a restart: files of sections, each with its own checksum.
 
-docs/format.md has its bytes.
+docs/format.md specifies the bytes.
 """
 
 from __future__ import annotations
@@ -37,14 +37,14 @@ FILE_NAME = "history.kvh"
 GATES_FILE_NAME = "gates.kvh"
 MAX_FILE_BYTES = 64 << 20
 SAVE_EVERY_S = 300.0
-"""A power cut costs what was learned since, and no chunk."""
+"""A power cut loses what was learned since the last save, and no chunk."""
 RETRY_GATES_S = 10.0
-"""Gates are saved as soon as one changed, as one that closed must not be open after a crash; and
-that long after a save that failed."""
+"""Gates are saved when one changes, as a closed gate must not be open after a crash; this is the
+pause after a failed save."""
 MAX_MODEL_BYTES = 1 << 14
-"""Of one Model; one that takes more is not kept."""
+"""A larger serialized model is not saved."""
 MAX_NAME_CHARS = 256
-"""Of a model in a gate's row, and of a session's client; what is longer is cut."""
+"""Longer names of models and clients are cut."""
 
 _MAGIC, _VERSION = b"KVHS", 3
 _HEAD = struct.Struct("<4sHH")
@@ -59,16 +59,16 @@ _T = TypeVar("_T")
 
 
 def pack_sections(sections: Sections) -> bytes:
-    """Return the bytes of a file."""
+    """Return the content of a file."""
     rows = [_ROW.pack(n.encode(), len(data), checksum(data)) for n, data in sections.items()]
     table = _HEAD.pack(_MAGIC, _VERSION, len(rows)) + b"".join(rows)
     return b"".join([table, _SUM.pack(checksum(table)), *sections.values()])
 
 
 def unpack_sections(data: bytes) -> dict[str, memoryview]:
-    """Return the sections of a file but those that are damaged.
+    """Return the undamaged sections of a file.
 
-    Raises InvalidFrameError for one of another version, or whose table of sections is damaged.
+    Raises InvalidFrameError for another version or a damaged table of sections.
     """
     view = memoryview(data)
     if not _HEAD.size <= len(data) <= MAX_FILE_BYTES:
@@ -141,7 +141,7 @@ def _parsed(rows: TypeAdapter[_T], sections: Sections, name: str) -> _T:
 
 
 def pack_models(spaces: Sequence[ModelNamespace]) -> bytes:
-    """Return the section ``models``, the last of *spaces* last."""
+    """Return the section ``models`` with the last MAX_SPACES of *spaces*, in order."""
     rows = []
     for one in spaces[-MAX_SPACES:]:
         data = as_message(pb.Representation, one.representation).SerializeToString(
@@ -153,7 +153,7 @@ def pack_models(spaces: Sequence[ModelNamespace]) -> bytes:
 
 
 def unpack_models(sections: Sections) -> list[ModelNamespace]:
-    """Return what namespaces stand for. Raises InvalidFrameError."""
+    """Return the models of namespaces. Raises InvalidFrameError."""
     spaces = []
     for row in _parsed(_MODELS, sections, "models"):
         try:
@@ -165,7 +165,7 @@ def unpack_models(sections: Sections) -> list[ModelNamespace]:
 
 
 def pack_gates(gates: Sequence[SavedGate]) -> bytes:
-    """Return the section ``gates``, of those that are open."""
+    """Return the section ``gates`` for open gates."""
     rows = [
         _Gate(*name, g.model[:MAX_NAME_CHARS], g.ratio, g.agreement, g.divergence, g.speedup)
         for name, g in gates
@@ -187,20 +187,20 @@ def unpack_gates(sections: Sections) -> list[SavedGate]:
 
 
 def pack_variants(rows: Sequence[Learned]) -> bytes:
-    """Return the section ``variants``, the last of *rows* last."""
+    """Return the section ``variants``, in the order of *rows*."""
     return _VARIANTS.dump_json(list(rows))
 
 
 def unpack_variants(sections: Sections) -> list[Learned]:
-    """Return what engines reported of variants. Raises InvalidFrameError."""
+    """Return the engine reports on variants. Raises InvalidFrameError."""
     return _parsed(_VARIANTS, sections, "variants")
 
 
-# --- what policies learned
+# --- state of eviction policies
 
 
 def pack_history(saved: SavedHistory) -> dict[str, bytes]:
-    """Return the three sections of *saved*, which are of use together only."""
+    """Return the three sections of *saved*, usable only together."""
     groups = _Groups(AGE_BINS, list(saved.names), list(saved.groups))
     return {
         "groups": _GROUPS.dump_json(groups),
@@ -210,7 +210,7 @@ def pack_history(saved: SavedHistory) -> dict[str, bytes]:
 
 
 def unpack_history(sections: Sections, elapsed_s: float = 0.0) -> SavedHistory:
-    """Return what policies learned, as it is *elapsed_s* later. Raises InvalidFrameError."""
+    """Return the state of policies, aged by *elapsed_s*. Raises InvalidFrameError."""
     groups = _parsed(_GROUPS, sections, "groups")
     if groups.age_bins != AGE_BINS:
         raise InvalidFrameError("age_bins", groups.age_bins, "not this version's")
@@ -227,7 +227,7 @@ def unpack_history(sections: Sections, elapsed_s: float = 0.0) -> SavedHistory:
 def _array(
     sections: Sections, name: str, row: np.dtype[Any], positive: Sequence[str]
 ) -> NDArray[np.void]:
-    """Return a section of rows, whose fields *positive* must be finite and not negative."""
+    """Return a section of rows; fields *positive* must be finite and not negative."""
     data = _section(sections, name)
     if len(data) % row.itemsize:
         raise InvalidFrameError(name, len(data), f"no multiple of {row.itemsize} bytes")
@@ -239,9 +239,9 @@ def _array(
 
 
 class SavedState:
-    """What *store* learned, in files of *folder*. For one thread, after ``load``.
+    """Saves what *store* learned in *folder*. For one thread, after ``load``.
 
-    *wall* returns seconds since 1970: ages go on while no server runs.
+    *wall* returns seconds since 1970: ages advance while no server runs.
     """
 
     def __init__(self, store: Store, folder: Path, wall: Callable[[], float]) -> None:
@@ -255,7 +255,7 @@ class SavedState:
         self._gate_changes = self._gates.changes
 
     def load(self) -> None:
-        """Take in, before all else, what an earlier run knew; what cannot be used is counted."""
+        """Restore the state of an earlier run, first of all; unusable parts are counted."""
         store, gates = self._store, self._gates
         learned: dict[str, Callable[[Sections, float], object]] = {
             "history": lambda found, age_s: store.catalog.restore(unpack_history(found, age_s)),
@@ -285,7 +285,7 @@ class SavedState:
             logger.warning("what was learned is lost", **lost)
 
     def save_if_due(self) -> None:
-        """Write the gates if one changed, and the history if that was long ago."""
+        """Write the gates if one changed, and the history every SAVE_EVERY_S."""
         now_s = self._clock()
         if self._gate_changes != self._gates.changes and now_s >= self._retry_s:
             self._save_gates()
@@ -293,7 +293,7 @@ class SavedState:
             self._save_history()
 
     def save(self) -> bool:
-        """Write both files, each in one step. Return whether that was possible."""
+        """Write both files, each atomically. Return whether both succeeded."""
         return self._save_gates() & self._save_history()
 
     def _save_gates(self) -> bool:

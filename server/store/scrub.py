@@ -1,4 +1,4 @@
-"""Scrubbing reads and verifies tiers at a bounded rate; clearing forgets all that a tenant has."""
+"""Scrubbing reads and verifies tiers at a bounded rate; clearing deletes a tenant's chunks."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvstore.server.tiering.tier_slot import TierSlot, verify
 
 EVERY_TENANT = "*"
 BATCH_CHUNKS = 64
-"""Chunks that are forgotten between two looks at the clock."""
+"""Chunks deleted between two checks of the deadline."""
 
 REST_S = 60.0
-"""Between two passes in the background."""
+"""Pause between two background passes."""
 
 
 class Verdict(Enum):
-    """What a copy turned out to be."""
+    """The result of checking a copy."""
 
     sound = "sound"
     damaged = "damaged"
@@ -36,11 +36,11 @@ class Verdict(Enum):
 
 @dataclass(slots=True)
 class ScrubReport:
-    """How far the pass is that runs, or how the last one ended. Bytes are of frames."""
+    """Progress of the running pass, or the result of the last one. Bytes are of frames."""
 
     is_running: bool = False
     passes: int = 0
-    """Passes that came to their end since the start."""
+    """Passes completed since the start."""
     total_chunks: int = 0
     checked_chunks: int = 0
     checked_bytes: int = 0
@@ -51,8 +51,8 @@ class ScrubReport:
 class Scrub:
     """Passes over tiers, one at a time. Thread-safe.
 
-    Damaged copies are dropped as those that gets find. *bytes_per_s* is the rate of passes in the
-    background over *tiers*; 0 for none.
+    Damaged copies are dropped, as by gets. *bytes_per_s* is the rate of background passes over
+    *tiers*; 0 for none.
     """
 
     def __init__(self, moves: Moves, tiers: Sequence[str], bytes_per_s: int) -> None:
@@ -64,28 +64,28 @@ class Scrub:
         self._tiers = [name for name in tiers if name in self._slots]
         self._bytes_per_s = bytes_per_s
         self._report = ScrubReport()
-        """Of the thread that passes, but where a pass is requested."""
+        """Written by the thread of the pass, and by ``begin``."""
         self._requests: SimpleQueue[tuple[Sequence[str], int]] = SimpleQueue()
         self._closing = threading.Event()
-        self._lock = threading.Lock()  # guards the thread, and that one pass is requested at a time
+        self._lock = threading.Lock()  # guards the thread, and admits one request at a time
         self._thread: threading.Thread | None = None
 
     def start(self) -> None:
-        """With a rate, work in the background from now on."""
+        """Start background passes if there is a rate."""
         with self._lock:
             if self._bytes_per_s:
                 self._start_thread()
 
     def _start_thread(self) -> None:
-        """For holders of the lock."""
+        """The caller holds the lock."""
         if self._thread is None and not self._closing.is_set():
             thread = threading.Thread(target=self._run, name="scrub", daemon=True)
-            thread.start()  # one that cannot start is not waited for at the end
+            thread.start()  # before the assignment: ``close`` joins only a started thread
             self._thread = thread
 
     def begin(self, tiers: Sequence[str], bytes_per_s: int) -> bool:
-        """Request a pass over *tiers*, none for the usual ones; False while one runs. Raises
-        InvalidRequestError for a tier that this server has not.
+        """Request a pass over *tiers*, by default those of the background; return False while one
+        runs. Raises InvalidRequestError for an unknown tier.
         """
         for name in tiers:
             if name not in self._slots:
@@ -99,7 +99,7 @@ class Scrub:
         return True
 
     def report(self) -> ScrubReport:
-        """Return how far the pass is."""
+        """Return the progress of the pass."""
         return replace(self._report)
 
     def close(self) -> None:
@@ -114,9 +114,9 @@ class Scrub:
     def check(
         self, key: ChunkKey, slot: TierSlot, representation: bytes = b""
     ) -> tuple[Verdict, int]:
-        """Read and verify one copy; return what it is and its bytes. A damaged one is dropped.
+        """Read and verify one copy; return the verdict and its bytes. A damaged one is dropped.
 
-        With *representation* a frame that was stored for another one is damaged too.
+        With *representation* a frame of another one counts as damaged.
         """
         moves = self._moves
         info = self._catalog.hold(key).get(slot.name)
@@ -141,16 +141,16 @@ class Scrub:
             self._catalog.let_go(key)
 
     def drop_damaged(self, keys: Sequence[ChunkKey], representation: bytes = b"") -> int:
-        """Check what a reader, or its network, found damaged; return how many copies were.
+        """Check chunks that a reader found damaged; return how many copies are.
 
-        A sound copy stays.
+        Sound copies stay: the damage may be on the reader's network.
         """
         copies = [(key, self._slots[n]) for key in keys for n in self._catalog.holders(key)]
         verdicts = [self.check(key, slot, representation)[0] for key, slot in copies]
         return verdicts.count(Verdict.damaged)
 
     def run_pass(self, tiers: Sequence[str], bytes_per_s: int) -> ScrubReport:
-        """Check everything on *tiers* once, *bytes_per_s* at most; 0 for as fast as it goes."""
+        """Check all copies on *tiers* once, at most *bytes_per_s*; 0: unlimited."""
         slots = [self._slots[name] for name in tiers]
         plan = [(slot, info.key) for slot in slots for info in slot.tier.scan()]
         self._report = report = ScrubReport(True, self._report.passes, len(plan))
@@ -182,12 +182,12 @@ class Scrub:
                 return
             try:
                 self.run_pass(*request)
-            except TierUnavailableError:  # its list cannot be had; another pass comes
+            except TierUnavailableError:  # the scan failed; a later pass retries
                 self._report.is_running = False
 
 
 class Cleared(NamedTuple):
-    """What went, what is read or pinned, and what there was no time for."""
+    """Chunks deleted, chunks leased or pinned, bytes freed, and chunks past the deadline."""
 
     deleted: int = 0
     leased: int = 0
@@ -203,7 +203,7 @@ def clear(
     *,
     dry_run: bool = False,
 ) -> Cleared:
-    """Forget the copies of *keys*, or those on *tier*; with *dry_run* only count them."""
+    """Delete the copies of *keys*, or those on *tier*; with *dry_run* only count them."""
     catalog, clock = store.catalog, store.moves.clock
     keys = [key for key in keys if not tier or tier in catalog.holders(key)]
     deleted = leased = freed_bytes = 0
@@ -231,9 +231,9 @@ def _bytes(store: Store, keys: Sequence[ChunkKey], tier: str) -> int:
 
 
 def keys_of_tenant(store: Store, tenant: str) -> list[ChunkKey]:
-    """Return the chunks here of *tenant*; of each, for EVERY_TENANT.
+    """Return the chunks of *tenant*, or of all tenants for EVERY_TENANT.
 
-    Chunks that only a shared tier has, of a namespace that no session here had, are nobody's.
+    Chunks only on a shared tier, in a namespace that no session used here, belong to no tenant.
     """
     catalog = store.catalog
     if tenant == EVERY_TENANT:

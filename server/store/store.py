@@ -32,13 +32,13 @@ from kvstore.server.tiering.tier_slot import TierSlot
 from kvstore.server.tiering.work_queue import Ticket
 
 WORKERS_PER_WAITER = 4
-"""One of so many threads may wait in a lookup for chunks that are about to come."""
+"""One thread in this many may wait in a lookup for pending chunks."""
 
 
 class Store:
-    """Everything between the calls of a server and its tiers. Thread-safe.
+    """Connects the calls of a server to its tiers. Thread-safe.
 
-    *new_id* returns unpredictable numbers below 2^64. Every ``deadline`` is a point on the
+    *new_id* returns unpredictable numbers below 2^64. Every ``deadline`` is a time on the
     clock of *moves*.
     """
 
@@ -47,7 +47,7 @@ class Store:
         self.moves = moves
         self.tiers = moves.tiers
         self.models = KnownModels()
-        """Which tokens of chunks matter; the same as the encoders'."""
+        """Token weights of chunks, shared with the encoders."""
         self.catalog = moves.catalog
         self.counters = moves.counters
         self.spaces = ModelRegistry()
@@ -63,7 +63,7 @@ class Store:
         moves.placement.set_terms(WRITE_THROUGH, budgets)
         self._work_queue = moves.work_queue
         self.on_tick: list[Callable[[], None]] = []
-        """What is called a few times a second."""
+        """Called a few times a second."""
         self._lease_ttl_ms = config.lease_ttl_ms
         self._new_id = new_id
         lower = moves.tiers.lower
@@ -79,7 +79,7 @@ class Store:
 
     @property
     def durable(self) -> TierSlot | None:
-        """The tier of this node, if any, that survives a restart and keeps chunks as they are."""
+        """The tier of this node that survives a restart and stores chunks exactly, if any."""
         exact = (s for s in self._keepers if s.encoder.is_exact and not s.is_exclusive)
         return next(exact, None)
 
@@ -88,7 +88,7 @@ class Store:
     ) -> list[PutResult]:
         """Wait until the accepted chunks would survive a power cut.
 
-        Return *results* with those refused that do not by the deadline. Raises
+        Return *results*; chunks that are not durable by the deadline are refused. Raises
         InvalidRequestError when no tier of this node survives a restart.
         """
         if (slot := self.durable) is None:
@@ -116,15 +116,15 @@ class Store:
     def _flushed(
         self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float
     ) -> tuple[str, set[ChunkKey]]:
-        """Return why it failed, and which *keys* are not on the medium after it."""
-        # A name of its own: a flush that already runs may have begun before our chunks came.
+        """Flush *slot*. Return the failure, if any, and the *keys* that the medium lacks."""
+        # A unique name: a flush that already runs may have begun before our chunks arrived.
         name = b"flush" + self._new_id().to_bytes(8, "little")
         lost: set[ChunkKey] = set()
 
         def work() -> bool:
             slot.tier.flush()
-            # By the medium itself: a flush that failed before may have taken chunks
-            # that the catalog still names.
+            # Check the medium: an earlier failed flush may have lost chunks that the catalog
+            # still lists.
             found = slot.tier.find(keys)
             orphans = self.catalog.orphans[slot.name]
             for key, info in zip(keys, found, strict=True):
@@ -145,12 +145,12 @@ class Store:
         except KVStoreError as error:
             return str(error)
 
-    # --- puts to come
+    # --- announced puts
 
     def await_puts(self, keys: Sequence[ChunkKey], deadline: float) -> None:
-        """Wait until the pending chunks behind those that are here are here too, or will not come.
+        """Wait until the pending chunks of the chain *keys* are stored or cancelled.
 
-        No longer than *deadline*, and not at all where as many wait as may.
+        Wait until *deadline* at most, and not at all when the limit of waiters is reached.
         """
         in_flight = self.catalog.in_flight
         if not in_flight.is_any_coming(keys):
@@ -165,15 +165,15 @@ class Store:
             self._waiters.release()
 
     def announce_puts(self, session: Session, keys: Sequence[ChunkKey], ttl_ms: int) -> int:
-        """Let lookups know that *session* will put *keys* within *ttl_ms*; 0: that it will not.
+        """Announce that *session* will put *keys* within *ttl_ms*; 0 withdraws it.
 
-        Return how many chunks are pending by that. Raises InvalidRequestError.
+        Return how many chunks are now pending. Raises InvalidRequestError.
         """
         if ttl_ms > MAX_HANDOVER_MS:
             raise InvalidRequestError("ttl_ms", ttl_ms, f"use 0 to {MAX_HANDOVER_MS}")
         announce = self.catalog.in_flight.announce
         count = announce(session.session_id, keys, ttl_ms / 1000)
-        if session.is_closed:  # its announcements were already ended; these are too late for that
+        if session.is_closed:  # the end of the session missed these announcements
             announce(session.session_id, keys, 0.0)
         if not ttl_ms:
             return 0
@@ -183,7 +183,7 @@ class Store:
     # --- leases
 
     def release(self, session: Session, lease_id: int, hints: Hints = NO_HINTS) -> bool:
-        """End a lease, whose chunks *hints* are of. Return whether the session had it."""
+        """End a lease and apply *hints* to its chunks. Return whether the session had it."""
         if hints != NO_HINTS:
             lease = self.catalog.leases.find(lease_id, session.session_id)
             keys = lease.keys if lease is not None else ()
@@ -196,7 +196,7 @@ class Store:
     def open_get(
         self, session: Session, keys: Sequence[ChunkKey], lease_id: int
     ) -> tuple[int, int]:
-        """Check the lease of a get, or take one over what exists; return it and the prefix length.
+        """Check the lease of a get, or grant one; return it and the length of the known prefix.
 
         Raises LeaseExpiredError, InvalidRequestError for chunks outside the lease.
         """
@@ -213,10 +213,10 @@ class Store:
                 )
         return lease_id, len(keys)
 
-    # --- forgetting
+    # --- deletion
 
     def delete(self, keys: Sequence[ChunkKey], deadline: float, tier: str = "") -> tuple[int, int]:
-        """Forget chunks on every tier, or on *tier*; return how many went, and are read."""
+        """Delete chunks on all tiers, or on *tier*; return how many were deleted and are leased."""
         deleted = leased = 0
         self._lookup.query_shared(keys, deadline)
         for key in keys:
@@ -226,7 +226,7 @@ class Store:
             gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
             if gone and not tier:
                 self.catalog.outcomes.note(key, Fate.deleted)
-            for slot in self.tiers.slots.values():  # what was cast out, now or before
+            for slot in self.tiers.slots.values():  # orphans of this delete or an earlier one
                 if key in self.catalog.orphans[slot.name]:
                     deletion = self.moves.eviction.delete_from(slot, key, urgent=True)
                     self._outcome(deletion, deadline)
@@ -235,10 +235,10 @@ class Store:
             leased += len(gone) < len(names)
         return deleted, leased
 
-    # --- life
+    # --- lifecycle
 
     def recover(self) -> int:
-        """Index what tiers of this node kept over a restart; return how many chunks."""
+        """Index the chunks that survived a restart on tiers of this node; return how many."""
         count = 0
         for slot in self._keepers:
             for info in slot.tier.scan():
@@ -249,23 +249,23 @@ class Store:
         return count
 
     def weighs(self, tenant: str) -> bool:
-        """Whether a codec for the chunks of *tenant* uses which of their tokens matter."""
+        """Whether a codec for the chunks of *tenant* uses token weights."""
         return any(s.encoder.weighs(tenant) for s in self.tiers.slots.values())
 
     def begin_session(self, session: Session) -> None:
-        """Take note of the model of a session that was opened."""
+        """Register the model of a new session."""
         self.models.learn(session.representation_digest, session.representation)
         needs = ResumeRequirements.of_groups(session.representation.layer_groups)
         if any(needs):
             self.catalog.needs_ends(session.namespace, needs)
 
     def end_session(self, session: Session) -> None:
-        """Release every lease and put of a session that ended."""
+        """Release all leases and puts of a session that ended."""
         self.catalog.release_session(session.session_id)
         self.writes.abort_session(session)
 
     def tick(self) -> None:
-        """Release what is past its time, begin what can wait. Called a few times a second."""
+        """Release what has expired, start background work. Called a few times a second."""
         self.counters.add("expired_leases", self.catalog.expire())
         self.writes.expire()
         self._drop_expired()
@@ -286,12 +286,12 @@ class Store:
                         self.moves.eviction.delete_from(self.tiers.slots[name], key)
 
     def drain(self, deadline: float) -> bool:
-        """Refuse new puts and copy what only memory holds to a tier that survives. Return whether
-        nothing is in memory alone by the deadline.
+        """Refuse new puts and copy chunks that only memory holds to a tier that survives a restart.
+        Return whether none is left in memory only by the deadline.
         """
         self.writes.is_draining = True
         self.catalog.in_flight.end_waits()
-        # What others have is no reason not to keep it.
+        # A copy on a peer does not count.
         self._lookup.drop_remote_hints(everything=True)
         volatile = [slot.name for slot in (self.tiers.gpu, self.tiers.cpu) if slot]
         alone = self.catalog.queries.only_on(*volatile)
@@ -300,5 +300,5 @@ class Store:
         slot = self._keepers[0]
         reasons = self._copied(alone, slot, deadline)
         failure, lost = self._flushed(alone, slot, deadline)
-        # A copy that came later may have pushed an earlier one out.
+        # A later copy may have evicted an earlier one.
         return not (any(reasons) or failure or lost or self.catalog.queries.only_on(*volatile))

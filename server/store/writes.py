@@ -1,4 +1,4 @@
-"""Writes: chunks that are put. Reserved, written by the caller, verified, then visible."""
+"""Writes: a put reserves space, its caller writes the frame, and commit verifies it."""
 
 from __future__ import annotations
 
@@ -25,16 +25,16 @@ from kvstore.server.store.parallel_writes import ChunkPart, ParallelWrites, Part
 from kvstore.server.store.reservations import PutResult, PutTicket, Reservations
 
 RESERVED_S = 120.0
-"""Room that was reserved by a call of its own and not written to by then is given back."""
+"""A reservation made by a separate call is freed after this time."""
 
 AnyTicket: TypeAlias = PutTicket | PartTicket
-"""A chunk that is being put, or a part of one."""
+"""The put of a chunk, or of a part of one."""
 
 
 class Writes:
     """Puts in progress. Thread-safe.
 
-    A ticket is its caller's, which commits or discards it. Only those of ``begin_all`` lie in a
+    The caller owns a ticket and commits or discards it. Tickets of ``begin_all`` are kept in a
     table, by session and id, until a later call claims them. *new_id* returns unpredictable numbers
     below 2^64. Parts of chunks go to *parallel*.
     """
@@ -67,8 +67,8 @@ class Writes:
         is_last: bool | None = True,
         part: ChunkPart | None = None,
     ) -> AnyTicket | PutResult:
-        """Reserve room for the frame of a chunk, or of a *part* of it; or say why there is nothing
-        to write. *is_last* is as of ``Reservations.reserve``.
+        """Reserve space for the frame of a chunk, or of a *part* of it; or return the result of a
+        put that needs no write. *is_last*: see ``Reservations.reserve``.
 
         Raises ShuttingDownError, QuotaExceededError, InvalidRequestError.
         """
@@ -86,7 +86,7 @@ class Writes:
         hints: Hints = NO_HINTS,
         parts: Sequence[ChunkPart | None] | None = None,
     ) -> list[AnyTicket | PutResult]:
-        """Begin a batch, to be claimed within RESERVED_S, or nothing of it if one is invalid."""
+        """Begin a batch, to be claimed within RESERVED_S; if one put is invalid, begin none."""
         until = self._clock() + RESERVED_S
         begun: list[AnyTicket | PutResult] = []
         continued = {info.parent_key for info in infos}
@@ -108,7 +108,7 @@ class Writes:
         session = ticket.session
         ticket.ticket_id, ticket.until = self._new_id(), until
         with self._lock:
-            # The puts of a session that has ended were aborted; this one is too late for that.
+            # The end of the session aborted its puts; this one was not in the table yet.
             is_late = session.is_closed
             owned = {} if is_late else self._tickets.setdefault(session.session_id, {})
             if len(owned) < self._limit and not is_late:
@@ -121,7 +121,7 @@ class Writes:
         raise QuotaExceededError(name, self._limit, f"session {session.session_id}")
 
     def claim(self, session: Session, ticket_id: int) -> AnyTicket:
-        """Take a put out of the table to finish it. Raises LeaseExpiredError."""
+        """Remove a put from the table to finish it. Raises LeaseExpiredError."""
         with self._lock:
             ticket = self._tickets.get(session.session_id, {}).pop(ticket_id, None)
         if ticket is None:
@@ -131,7 +131,7 @@ class Writes:
         return ticket
 
     def discard(self, ticket: AnyTicket) -> None:
-        """Give back the room of a put that is the caller's."""
+        """Free the space of a put that the caller owns."""
         if isinstance(ticket, PutTicket):
             self._reservations.discard(ticket)
         else:
@@ -154,12 +154,12 @@ class Writes:
         frame: Bytes | None = None,
         is_last: bool = False,
     ) -> PutResult:
-        """Verify the frame of a put of the caller's and make it visible, or drop the put.
+        """Verify the frame of a put that the caller owns and make it visible, or drop the put.
 
-        The frame is in the ticket's room, where *check* followed it if its writer cannot change it,
-        or is copied there from *frame*. *is_last*: nothing of the put continues it, after all.
-        Raises InvalidFrameError, ChunkCorruptError, UnknownCodecError, InvalidRequestError
-        for frames that are not what was reserved; nothing of them stays.
+        The frame is in the ticket's buffer, verified by *check* as it was written if its writer
+        cannot change it, or is copied there from *frame*. *is_last*: no chunk of the put continues
+        it. Raises InvalidFrameError, ChunkCorruptError, UnknownCodecError, InvalidRequestError
+        for frames that differ from the reservation; these are discarded.
         """
         if isinstance(ticket, PartTicket):
             return self.parallel.commit(ticket, ticket.room if frame is None else frame)
@@ -182,7 +182,7 @@ class Writes:
         return self._reservations.commit(ticket, header)
 
     def expire(self) -> None:
-        """Give back room that nobody came to write to in time."""
+        """Free reservations that were not written in time."""
         count = self._abort_until(self._clock()) + self.parallel.expire()
         self._reservations.counters.add("dropped_unfinished_chunks", count)
 
@@ -201,7 +201,7 @@ class Writes:
         self.parallel.end_session(session.session_id)
 
     def close(self) -> None:
-        """Drop every put in progress, and refuse others: no room of the tiers is held any more."""
+        """Drop all puts in progress, refuse new ones; no space on the tiers stays reserved."""
         self.is_draining = True
         self._abort_until(math.inf)
 
@@ -211,8 +211,8 @@ class Writes:
 
 
 def check_put(header: FrameHeader, info: ChunkInfo, session: Session) -> None:
-    """Refuse a frame that is not what was reserved, not an original of this session's model,
-    or of a codec that could not move it to another tier.
+    """Refuse a frame that differs from its reservation, is not an original of this session's
+    model, or has a codec that cannot move it to another tier.
     """
     codec_by_id(header.codec_id).check_header(header)
     if header.representation != session.representation_digest:

@@ -1,7 +1,6 @@
-"""Admission: which chunks a tier is given a copy of, and when.
+"""Admission: which copies a tier stores and when, what is promoted, which states are kept.
 
-Writes wear media out and take time from reads, so a copy is made on evidence only. And what is
-worth promoting, and which recurrent states are kept.
+Writes wear media out and take time from reads, so a copy is made on evidence only.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _Value = TypeVar("_Value")
 
 
 def remember(table: OrderedDict[_Key, _Value], key: _Key, value: _Value, limit: int) -> bool:
-    """Put *key* last into *table*. Return whether the oldest went for it, beyond *limit*."""
+    """Put *key* last into *table*. Return whether that dropped the oldest, beyond *limit*."""
     table[key] = value
     table.move_to_end(key)
     if len(table) <= limit:
@@ -37,7 +36,7 @@ def remember(table: OrderedDict[_Key, _Value], key: _Key, value: _Value, limit: 
 
 
 class Trigger(IntEnum):
-    """When a tier may be offered a copy."""
+    """The event that offers a tier a copy."""
 
     stored = 0
     asked = 1
@@ -47,11 +46,11 @@ class Trigger(IntEnum):
 
 @dataclass(frozen=True, slots=True)
 class CopyRequest:
-    """A chunk without a copy on the tier, and what is known of it.
+    """A chunk without a copy on the tier, and its statistics.
 
-    ``hits`` counts requests, the first included, those before an eviction too. ``chance`` is that
-    of another before the tier would evict it. ``load_s`` is the estimated load from the tier and
-    ``compute_s`` what computing the chunk takes instead; 0 where that is not known.
+    ``hits`` counts all requests, also those before an eviction. ``chance`` is the probability of
+    another before the tier would evict it. ``load_s`` is the estimated load time from the tier and
+    ``compute_s`` the time to compute the chunk instead; 0 if unknown.
     """
 
     moment: Trigger
@@ -61,21 +60,21 @@ class CopyRequest:
     load_s: float = 0.0
     compute_s: float = 0.0
     is_needed: bool = False
-    """Chunks that continue it are on the tier, and of no use without it."""
+    """Chunks that continue it are on the tier, and useless without it."""
 
     @property
     def value(self) -> float:
-        """The chance of a hit, times the part of computing that it spares; all, if not known."""
+        """The chance of a hit times the share of computing that it saves; 1 if unknown."""
         saved = max(0.0, 1.0 - self.load_s / self.compute_s) if self.compute_s else 1.0
         return self.chance * saved
 
 
 @dataclass(frozen=True, slots=True)
 class TierAdmission:
-    """Which copies a tier is given: at these ``triggers``, after ``least_hits`` requests.
+    """Which copies a tier stores: at these ``triggers``, after ``least_hits`` requests.
 
-    With ``least_value`` it weighs what a copy is worth against a price that rises with the tier's
-    pressure: the chance below which a load that spares all computing is not worth its bytes.
+    With ``least_value`` a copy's value is compared with a price that rises with the tier's
+    pressure: the chance below which a load that saves all computing is not worth its bytes.
     """
 
     triggers: frozenset[Trigger]
@@ -85,10 +84,10 @@ class TierAdmission:
     """Whether it needs hits and chances."""
 
     def admits(self, offer: CopyRequest, pressure: float) -> bool:
-        """Whether to make the copy. *pressure* is 0 for an idle tier, 1 for one that is behind.
+        """Whether to make the copy. *pressure* is 0 for an idle tier, 1 for a saturated one.
 
-        Never where loading takes as long as computing; always where chunks on the tier would
-        be orphaned.
+        Never if loading takes as long as computing; always if chunks on the tier would lose
+        their parent.
         """
         if offer.is_needed and offer.moment is Trigger.leaving:
             return True
@@ -106,14 +105,14 @@ class TierAdmission:
 
 _LEAVING = frozenset({Trigger.leaving})
 WRITE_THROUGH = TierAdmission(frozenset({Trigger.stored, Trigger.leaving}))
-"""A copy of everything, at once, and again of what was lost (HiCache's ``write_through``)."""
+"""Copies every chunk at once, and on eviction if the copy is gone (HiCache ``write_through``)."""
 WRITE_BACK = TierAdmission(_LEAVING)
-"""A copy of what the tier above evicts (HiCache's ``write_back``)."""
+"""Copies chunks that the tier above evicts (HiCache's ``write_back``)."""
 SECOND_ACCESS = TierAdmission(frozenset(Trigger), least_hits=2, looks_ahead=True)
-"""A copy of what was requested twice (HiCache's ``write_through_selective``, AIBrix's HOT), the
-first time maybe before an eviction."""
+"""Copies chunks requested twice (HiCache's ``write_through_selective``, AIBrix's HOT); a request
+before an eviction counts."""
 BY_VALUE = TierAdmission(_LEAVING, least_value=LEAST_CHANCE, looks_ahead=True)
-"""A copy, on eviction, of what is worth more than the tier's price."""
+"""Copies, on eviction, chunks worth more than the tier's price."""
 ADMISSIONS: Mapping[str, TierAdmission] = {
     "through": WRITE_THROUGH,
     "evict": WRITE_BACK,
@@ -123,14 +122,14 @@ ADMISSIONS: Mapping[str, TierAdmission] = {
 
 
 PRESSURE_WINDOW_S = 10.0
-"""In which a burst of writes is forgotten to about a third."""
+"""Time constant in which the weight of a write decays to about a third."""
 
 
 class Pressure:
-    """How far behind a tier's writes are, from 0 to 1.
+    """Write pressure of a tier, from 0 to 1.
 
-    The greater of two: the share of time it was writing of late, from one half (none) to four
-    fifths (full), and the share of its queue that is full.
+    The greater of two: the recent share of time spent writing, scaled from one half (0) to four
+    fifths (1), and the fullness of its write queue.
     """
 
     def __init__(self) -> None:
@@ -138,7 +137,7 @@ class Pressure:
         self._at_s = 0.0
 
     def note(self, seconds: float, now_s: float) -> None:
-        """Take note of a write of *seconds* that ended at *now_s*."""
+        """Record a write of *seconds* that ended at *now_s*."""
         self._busy = self._faded(now_s) + max(0.0, seconds) / PRESSURE_WINDOW_S
         self._at_s = now_s
 
@@ -147,26 +146,26 @@ class Pressure:
         return self._busy * math.exp(-past_s / PRESSURE_WINDOW_S)
 
     def level(self, queued_share: float, now_s: float) -> float:
-        """Return the pressure now; *queued_share* is how full its queue of writes is."""
+        """Return the pressure now; *queued_share* is the fullness of the write queue."""
         busy_share = (self._faded(now_s) - _BUSY_FROM) / (_BUSY_TO - _BUSY_FROM)
         return min(1.0, max(0.0, queued_share, busy_share))
 
 
 DAY_S = 86_400.0
 BURSTS_A_DAY = 24
-"""An hour's share may be written at once."""
+"""An hour's share may be written in one burst."""
 FIRST_PRICE = 0.5
-"""The least value of a copy once the budget is spent; it rises to 1 with an hour's share owed."""
+"""Least value of a copy once the budget is spent; rises to 1 at an hour's share of debt."""
 MAX_AWAITED = 4096
-"""Copies that were admitted and not written yet; of more the oldest count as dropped."""
+"""Copies admitted and not written yet; beyond it the oldest count as dropped."""
 
 
 class WriteBudget:
-    """The writes of one tier, at most *bytes_a_day* over time and an hour's share at once.
+    """The writes of one tier: at most *bytes_a_day* over time, in bursts of an hour's share.
 
-    Copies are paid for when they are admitted, so that a full queue of them cannot overrun it;
-    those that need no admission (durable puts) as they are written, into debt if need be. Not
-    thread-safe: the owner locks.
+    A copy is charged when admitted, so that a full queue cannot overrun the budget; a copy that
+    needs no admission (durable puts) when written, into debt if necessary. Not thread-safe: the
+    owner locks.
     """
 
     def __init__(self, bytes_a_day: int, now_s: float) -> None:
@@ -177,15 +176,15 @@ class WriteBudget:
         self._awaited: OrderedDict[ChunkKey, int] = OrderedDict()
 
     def left_bytes(self, now_s: float) -> float:
-        """Return what may be written now; below 0 for what was written beyond that."""
+        """Return the bytes that may be written now; negative for debt."""
         earned = max(0.0, now_s - self._at_s) * self.bytes_a_day / DAY_S
         self._left_bytes = min(self._burst_bytes, self._left_bytes + earned)
         self._at_s = now_s
         return self._left_bytes
 
     def price(self, now_s: float) -> float:
-        """Return the least value of a copy that leaves memory: 0 within the budget, and above 1, so
-        that nothing is worth it, with more than an hour's share of debt.
+        """Return the least value of a copy that leaves memory: 0 within the budget; above 1, which
+        admits nothing, with more than an hour's share of debt.
         """
         debt = -self.left_bytes(now_s)
         if debt < 0:
@@ -194,21 +193,21 @@ class WriteBudget:
         return FIRST_PRICE + (1.0 - FIRST_PRICE) * share if share <= 1 else 2.0
 
     def admitted(self, key: ChunkKey, size_bytes: int) -> None:
-        """A copy of about *size_bytes* will be written: it is paid for."""
+        """Charge for an admitted copy of about *size_bytes*."""
         self.note_write(key, size_bytes)
         remember(self._awaited, key, size_bytes, MAX_AWAITED)
 
     def note_write(self, key: ChunkKey, size_bytes: int) -> None:
-        """A copy was written, admitted or not; of 0 bytes: it is not written after all."""
+        """Record a written copy, admitted or not; 0 bytes refund one that is not written."""
         self._left_bytes -= size_bytes - self._awaited.pop(key, 0)
 
 
 class PromoteOnSecondHit:
-    """Names a chunk at its second read, and then forgets it, so that it may come again later.
+    """Selects a chunk at its second read, then forgets it, so that it can be selected again.
 
-    Most prompts are read once; what is read twice tends to be read on (the reasoning of 2Q,
-    Johnson and Shasha, VLDB 1994, with its first queue only). At most *limit* chunks are
-    remembered, the latest. Not thread-safe: the owner locks.
+    Most prompts are read once; a chunk read twice tends to be read again (as in 2Q, Johnson and
+    Shasha, VLDB 1994, with its first queue only). The latest *limit* chunks are remembered. Not
+    thread-safe: the owner locks.
     """
 
     def __init__(self, limit: int) -> None:
@@ -228,18 +227,19 @@ class PromoteOnSecondHit:
 
 
 PRICE_WEIGHT = 1 / 64
-"""What one victim adds to the price."""
+"""Weight of one victim in the moving average."""
 
 LEAST_SHARE = 0.25
-"""Of the price, what a chunk must be worth: a second read says more than the mean of its kind."""
+"""Share of the price that a chunk must be worth: its second read is better evidence than the
+mean of its class."""
 
 
 class EvictionValue:
-    """What a byte of a tier is worth to it: the mean value of the chunks that it evicted of late.
+    """The value of a byte of a tier: the moving average over the chunks that it evicted.
 
-    The value of a chunk on a tier is the chance of a request before it would be evicted, times the
-    seconds that a hit there saves, over its bytes. A tier that evicted nothing yet has room, and
-    takes everything. Not thread-safe: the owner locks.
+    The value of a chunk on a tier is the chance of a request before its eviction, times the seconds
+    that a hit there saves, divided by its bytes. A tier without evictions has free space and takes
+    all chunks. Not thread-safe: the owner locks.
     """
 
     def __init__(self) -> None:
@@ -247,41 +247,41 @@ class EvictionValue:
         """The price, in seconds a byte; None before the first eviction."""
 
     def note_eviction(self, value_per_byte: float) -> None:
-        """The tier evicts a chunk of this value."""
+        """Record the eviction of a chunk of this value."""
         before = value_per_byte if self.per_byte is None else self.per_byte
         self.per_byte = before + PRICE_WEIGHT * (value_per_byte - before)
 
     def takes(self, value_per_byte: float) -> bool:
-        """Whether a chunk of this value, read a second time, is worth what has to go for it."""
+        """Whether a chunk of this value, read a second time, is worth the eviction of others."""
         return value_per_byte >= LEAST_SHARE * (self.per_byte or 0.0)
 
 
 MAX_REMEMBERED = 1 << 14
-"""Partings, and as many states turned away, the latest. About 6 MB of each."""
+"""Limit of branch points and of rejected states; about 6 MB each."""
 
 
 class StateAdmission:
-    """Decides whether the state that a chunk is put with is worth its bytes. Thread-safe.
+    """Decides whether the state of a chunk is worth its bytes. Thread-safe.
 
-    As Marconi admits (Pan et al., MLSys 2025, section 4.2): at the last token of a put, for
-    prompts that go on from there, and where a lookup left what is known, for those that branch. A
-    state that was turned away is remembered, and admitted when it comes again.
+    As in Marconi (Pan et al., MLSys 2025, section 4.2) it admits states at the last token of a put,
+    for prompts that continue there, and where a lookup left the known prefix, for those that
+    branch. A rejected state is remembered, and admitted when it is put again.
     """
 
     def __init__(self, limit: int = MAX_REMEMBERED) -> None:
         self._limit = limit
-        # Ordered: a plain dictionary looks for its first entry among those that were deleted.
+        # Ordered: a plain dictionary scans deleted entries to find its first one.
         self._partings: OrderedDict[ChunkKey, None] = OrderedDict()
         self._turned_away: OrderedDict[ChunkKey, None] = OrderedDict()
         self._lock = threading.Lock()  # guards both
 
     def parted(self, key: ChunkKey) -> None:
-        """A lookup went no further than *key* in what is known."""
+        """Record that the known prefix of a lookup ended at *key*."""
         with self._lock:
             remember(self._partings, key, None, self._limit)
 
     def admits(self, key: ChunkKey, *, is_end: bool) -> bool:
-        """Whether to keep the state of *key*; one that is not kept is remembered."""
+        """Whether to store the state of *key*; a rejected one is remembered."""
         with self._lock:
             if self._turned_away.pop(key, self) is None or is_end or key in self._partings:
                 return True
@@ -289,11 +289,11 @@ class StateAdmission:
             return False
 
     def forget(self, key: ChunkKey) -> None:
-        """A state was not turned away after all: it is kept, or never came."""
+        """Forget a rejection: the state is stored, or never arrived."""
         with self._lock:
             self._turned_away.pop(key, None)
 
     def has_turned_away(self, key: ChunkKey) -> bool:
-        """Whether the state of *key* was turned away, and did not come again."""
+        """Whether the state of *key* was rejected, and not put again."""
         with self._lock:
             return key in self._turned_away

@@ -1,4 +1,4 @@
-"""A circuit breaker: after repeated failures a medium is left alone for a while."""
+"""A circuit breaker: after repeated failures a medium is not used for a while."""
 
 from __future__ import annotations
 
@@ -11,10 +11,9 @@ logger = structlog.get_logger(__name__)
 
 
 class Breaker:
-    """Closed (in use), open (left alone), or half open (one attempt may try).
+    """Closed (in use), open (not used), or half open (one attempt is allowed).
 
-    Thread-safe. *name* is the medium's in the log, which has a line for each opening and closing;
-    *clock* returns monotonic seconds.
+    Thread-safe. Logs each opening and closing under *name*; *clock* returns monotonic seconds.
     """
 
     def __init__(self, name: str, failures: int, retry_ms: int, clock: Callable[[], float]) -> None:
@@ -28,7 +27,7 @@ class Breaker:
         self._lock = threading.Lock()  # guards the fields above
 
     def allows(self) -> bool:
-        """Whether the medium may be tried now. An open breaker lets one attempt a period."""
+        """Whether the medium may be tried now. An open breaker allows one attempt per period."""
         with self._lock:
             if self._failed < self._limit:
                 return True
@@ -40,13 +39,13 @@ class Breaker:
 
     @property
     def is_open(self) -> bool:
-        """Whether the medium is being left alone; this uses up no attempt."""
+        """Whether the medium is not used now; the check consumes no attempt."""
         with self._lock:
             return self._failed >= self._limit and self._clock() < self._open_until
 
     @property
     def reason(self) -> str:
-        """Why it opened; empty while closed."""
+        """The last failure; empty while closed."""
         with self._lock:
             return self._reason if self._failed >= self._limit else ""
 

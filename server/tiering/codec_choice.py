@@ -1,4 +1,4 @@
-"""Chooses the codec of a tier at the start, from what its link and the codecs do here."""
+"""Chooses the codec of a tier at start, from the measured speeds of its link and the codecs."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from kvstore.tiers.base import DEFAULT_TENANT
 def choose_codec(
     candidates: Iterable[CodecSpeed], link_bytes_per_s: float, least: Accuracy
 ) -> CodecSpeed | None:
-    """Return the codec that loads fastest over the link; None where raw frames do.
+    """Return the codec that loads fastest over the link; None if raw frames do.
 
-    A candidate wins against raw frames even when its decoding waits for its load; of those, the one
-    that is fastest when decoding runs beside the next load, and of equals the smaller.
+    A candidate must beat raw frames even if its decoding does not overlap its load; of those, the
+    fastest when decoding overlaps the next load wins, and of equals the smaller.
     """
     link = link_bytes_per_s
     fit = [c for c in candidates if c.accuracy >= least and link < c.break_even_bytes_per_s]
@@ -34,9 +34,9 @@ def choose_codec(
 
 
 AUTO_CODECS = ("lossless", "kvq")
-"""What may be chosen, as far as the operator allows its loss."""
+"""Candidates, as far as the operator allows their loss."""
 CALIBRATION_S = 1.0
-"""All measuring of one tier together; the first use of a compiled codec comes on top."""
+"""Time to measure one tier, without the first use of a compiled codec."""
 LINK_SHARE = 0.3
 QUEUE = "codec"
 
@@ -44,9 +44,9 @@ logger = structlog.get_logger(__name__)
 
 
 def auto_codec(moves: Moves, slot: TierSlot, least: Accuracy, probe: ChunkKey) -> bool:
-    """Measure, choose a codec for *slot* that loses no more than *least*, and use it.
+    """Measure, choose a codec for *slot* of at least accuracy *least*, and use it.
 
-    *probe* names a chunk that nobody else can name. Raises nothing: what fails leaves what was.
+    *probe* is a key that no session uses. Raises nothing: a failed measurement keeps the default.
     """
     sample, clock = make_sample(), moves.clock
     layout, link = sample.template.layout, slot.bytes_per_s
@@ -56,7 +56,7 @@ def auto_codec(moves: Moves, slot: TierSlot, least: Accuracy, probe: ChunkKey) -
         link = _link_bytes_per_s(moves, slot, info) or link
     except (TierFullError, TierUnavailableError) as error:
         logger.warning("link not measured", tier=slot.name, error=str(error))
-    # No codec decodes faster than raw frames are copied: on such links none is looked at.
+    # No codec decodes faster than raw frames are copied: on such links none is measured.
     copied = measure("raw", RawCodec(), sample, clock, 0.0).decode_bytes_per_s
     names = candidates(least) if link < copied else []
     speeds = measure_codecs(names, sample, clock, CALIBRATION_S * (1 - LINK_SHARE))
@@ -68,7 +68,7 @@ def auto_codec(moves: Moves, slot: TierSlot, least: Accuracy, probe: ChunkKey) -
 
 
 def _link_bytes_per_s(moves: Moves, slot: TierSlot, info: ChunkInfo) -> float:
-    """Return the speed of reading what was just written; 0 where the medium loses it."""
+    """Return the speed of reading a frame just written; 0 if the medium lost it."""
     clock, fastest = moves.clock, 0.0
     end, frame = clock() + CALIBRATION_S * LINK_SHARE, np.zeros(info.size_bytes, np.uint8)
     is_there = moves.write(slot, slot.tier.reserve(info), frame)
@@ -84,14 +84,14 @@ def _link_bytes_per_s(moves: Moves, slot: TierSlot, info: ChunkInfo) -> float:
 
 
 def candidates(least: Accuracy) -> list[str]:
-    """Return the names of AUTO_CODECS that lose no more than *least*."""
+    """Return the names of AUTO_CODECS of at least accuracy *least*."""
     return [name for name in AUTO_CODECS if codec_class(name).accuracy >= least]
 
 
 def measure_codecs(
     names: list[str], sample: Sample, clock: Callable[[], float], budget_s: float
 ) -> list[CodecSpeed]:
-    """Measure codecs in turn, within *budget_s* together; those that fail are left out."""
+    """Measure codecs in turn, within *budget_s* in total; skip those that fail."""
     speeds = []
     for name in names:
         try:
@@ -103,7 +103,7 @@ def measure_codecs(
 
 
 def _warm_up(encoder: TierCodec, clock: Callable[[], float]) -> bool:
-    """Use a tier's codecs once, so that no copy that somebody waits for compiles one."""
+    """Use a tier's codecs once, so that they are compiled before the first copy."""
     used = {} if encoder.is_exact else {LOSSLESS: codec_by_name(LOSSLESS)}
     used[encoder.name] = encoder.of_tenant(DEFAULT_TENANT)
     sample = make_sample()
@@ -113,15 +113,15 @@ def _warm_up(encoder: TierCodec, clock: Callable[[], float]) -> bool:
 def begin_choices(
     moves: Moves, names: Mapping[str, str], random_bytes: Callable[[int], bytes]
 ) -> None:
-    """Begin to choose the codec of each tier where *names* leaves that open, and compile others.
+    """Begin to choose the codec of each tier that *names* sets to auto, and compile others.
 
-    In a queue of its own, as some compile for seconds: nobody waits for it.
+    Runs in a separate queue, as some compile for seconds.
     """
     for slot in moves.tiers.lower:
         name = names[slot.name]
         work: Callable[[], bool] = partial(_warm_up, slot.encoder, moves.clock)
         if is_auto(name):
-            probe = ChunkKey(random_bytes(KEY_BYTES))  # of a namespace that no session has
+            probe = ChunkKey(random_bytes(KEY_BYTES))  # in a namespace that no session has
             work = partial(auto_codec, moves, slot, auto_accuracy(name), probe)
         if name != "raw":
             moves.work_queue.submit(QUEUE, slot.name.encode(), work)

@@ -1,6 +1,6 @@
-"""Eviction: makes room for a frame, by exactly what it needs.
+"""Eviction: frees exactly the space that a frame needs.
 
-An evicted chunk of which no lower tier has a copy as good as it can get is demoted first.
+A victim is demoted first unless a lower tier has the best copy that it can store.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ VICTIMS_PER_ROUND = 64
 
 
 class Eviction:
-    """Makes room on the slots of *placement*, and frees copies that were forgotten. Thread-safe.
+    """Frees space on the slots of *placement*, and deletes orphaned copies. Thread-safe.
 
     *copy_to* demotes a victim that no slower tier has.
     """
@@ -41,15 +41,15 @@ class Eviction:
         self._tiers, self._catalog = placement.tiers, placement.catalog
         self._work_queue, self._counters = placement.work_queue, placement.counters
         self._awaited: dict[int, tuple[int, int]] = {}
-        """Bytes and chunks, by partition, that puts into CPU memory have reserved."""
+        """Bytes and chunks that puts have reserved in CPU memory, by partition."""
         self._lock = threading.Lock()  # guards it
 
     def reserve(self, slot: TierSlot, request: SpaceRequest) -> Reservation:
-        """Reserve on *slot*, evicting what is in the way.
+        """Reserve space on *slot*, evicting as needed.
 
-        Raises TierFullError when everything else is held, the deadline passes first or a lossy
-        copy in the place of an original is read, InvalidRequestError for a frame that no empty tier
-        could hold.
+        Raises TierFullError when all other chunks are held, the deadline passes or a lossy copy in
+        the place of an original is being read, InvalidRequestError for a frame larger than the
+        tier can hold.
         """
         tier = slot.tier
         size = request.info.size_bytes
@@ -85,7 +85,7 @@ class Eviction:
         raise TierFullError(tier.name, size, limit - tier.stats().used_bytes)
 
     def _free_own(self, slot: TierSlot, own: Wanted, request: SpaceRequest) -> None:
-        """Evict of a partition what it would be over its quota. Raises TierFullError."""
+        """Evict what a partition would exceed its quota by. Raises TierFullError."""
         size = request.info.size_bytes
         awaited = self._awaited if slot is self._tiers.cpu else {}
         awaited_bytes, chunks = awaited.get(own.partition, (0, 0))
@@ -97,7 +97,7 @@ class Eviction:
     def _free_owed(
         self, slot: TierSlot, own: Wanted, need_bytes: int, need_chunks: int, deadline: float
     ) -> bool:
-        """Evict a round of what a partition owes for what it needs; False if it owes nothing."""
+        """Evict one round of a partition's excess over its quota; return False without excess."""
         eviction = self._catalog.eviction
         owed = eviction.owed_bytes(slot.name, own.partition, need_bytes, need_chunks)
         if owed:
@@ -112,18 +112,18 @@ class Eviction:
         return self._catalog.eviction.partition(key, request.tenant, request.category)
 
     def count_awaited(self, partition: int, size_bytes: int, chunks: int) -> None:
-        """Count room in CPU memory as the partition's; negative amounts once it is filled."""
+        """Count reserved CPU memory against the partition; negative amounts once it is filled."""
         with self._lock:
             before_bytes, before = self._awaited.pop(partition, (0, 0))
             if chunks + before:
                 self._awaited[partition] = before_bytes + size_bytes, before + chunks
 
     def settle_quota(self, slot: TierSlot, key: ChunkKey) -> None:
-        """Evict what the partition of a chunk that came is over its quota, as far as may go:
-        threads that reserve side by side look before each other's room counts.
+        """Evict what the partition of a stored chunk exceeds its quota by, as far as possible:
+        concurrent reservations do not see each other's space in time.
         """
         own = Wanted(self._catalog.eviction.partition(key, "", ""), is_own=True)
-        with suppress(TierFullError):  # their demotions go on
+        with suppress(TierFullError):  # the demotions continue
             self._free_owed(slot, own, 0, 1, slot.clock())
 
     def _claim(
@@ -134,7 +134,7 @@ class Eviction:
         attempt: int,
         wanted: Wanted,
     ) -> list[ChunkKey]:
-        """Claim a round of victims; for *request* that is free but scattered, ones side by side."""
+        """Claim a round of victims; adjacent ones if the free space for *request* is scattered."""
         eviction, tier, name = self._catalog.eviction, slot.tier, slot.name
         allocated = tier.allocated_bytes
         victims = eviction.claim_victims(name, need_bytes, VICTIMS_PER_ROUND, wanted, allocated)
@@ -151,9 +151,9 @@ class Eviction:
     def _evict(
         self, slot: TierSlot, victims: list[ChunkKey], need_bytes: int, deadline: float
     ) -> None:
-        """Evict claimed victims, or wait for others' moves when there are none."""
+        """Evict claimed victims, or wait for moves of other threads when there are none."""
         if not victims:
-            # Evictions from it and moves to lower slots: only these end without our help.
+            # Other evictions from it and moves to lower slots end without this thread.
             if self._catalog.eviction.await_unclaimed(slot.name, deadline):
                 return
             queues = [f"store-{target.name}" for target in self._tiers.below(slot)]
@@ -166,7 +166,7 @@ class Eviction:
             for key, ticket in tickets:
                 self._drop_victim(slot, key, ticket, deadline)
         except DeadlineError:
-            # Demotions go on; their victims stay until they have a copy elsewhere.
+            # Demotions continue; their victims stay until they have a copy elsewhere.
             raise TierFullError(slot.name, need_bytes, 0) from None
         finally:
             self._catalog.eviction.unclaim(victims)
@@ -174,8 +174,8 @@ class Eviction:
     def _demote(self, slot: TierSlot, key: ChunkKey) -> Ticket | None:
         """Queue a copy to a lower slot that is in use, unless one has the chunk.
 
-        That is the fastest whose admission wants it. What is exact goes to the nearest that keeps
-        it so, if there is one, and a lossy copy further down does not count.
+        The target is the fastest slot that admits it. An exact chunk goes to the nearest slot that
+        stores it exactly, if there is one; a lossy copy further down does not count.
         """
         lower = self._tiers.below(slot)
         tenant = slot.tier.tenant_of(key)
@@ -199,7 +199,7 @@ class Eviction:
         return None
 
     def accuracy_on(self, target: TierSlot, key: ChunkKey, tenant: str) -> Accuracy:
-        """Return what *target* keeps of an exact *key*: what prompts share stays exact."""
+        """Return the accuracy *target* stores an exact *key* with; shared prefixes stay exact."""
         kept = target.encoder.of_tenant(tenant).accuracy
         return Accuracy.exact if self._catalog.is_common(key) else kept
 
@@ -213,7 +213,7 @@ class Eviction:
             except KVStoreError as error:
                 if isinstance(error, DeadlineError):
                     raise
-                # Counted where it failed; the victim has to go all the same.
+                # Counted where it failed; the victim is evicted all the same.
                 why = str(error)
         holders, exact = (
             self._catalog.holders(key, f) for f in (Accuracy.approximate, Accuracy.exact)
@@ -233,7 +233,7 @@ class Eviction:
                 self._counters.add("lossy_victims")
 
     def replace(self, info: ChunkInfo) -> bool:
-        """Cast out copies that have less of a chunk's end than *info*; False when one is read."""
+        """Drop copies with less of a chunk's end state than *info*; False if one is being read."""
         for name in self._catalog.holders(info.key):
             if not self._catalog.cast_out(name, info.key, even_if_held=False):
                 return not self._catalog.is_less_complete(info.key, info.layout)
@@ -250,7 +250,7 @@ class Eviction:
             self.delete_from(slot, key)
 
     def delete_from(self, slot: TierSlot, key: ChunkKey, *, urgent: bool = False) -> Ticket | None:
-        """Free a copy that was cast out; in lower slots by their store queue, with a ticket."""
+        """Free an orphaned copy; on lower slots through their store queue, with a ticket."""
         if slot is self._tiers.cpu:
             self.discard(slot, key)
             return None
@@ -258,17 +258,17 @@ class Eviction:
         return self._work_queue.submit(f"store-{slot.name}", b"delete" + key, work, urgent=urgent)
 
     def discard(self, slot: TierSlot, key: ChunkKey) -> None:
-        """Delete an orphan. A medium that does not answer keeps it, unseen, until ``purge``.
+        """Delete an orphan. A medium that does not answer keeps it, invisible, until ``purge``.
 
-        Only the store queue deletes from a lower slot and writes to it, so no orphan can be
-        replaced by a copy worth keeping in the meantime.
+        Only the store queue deletes from a lower slot and writes to it, so that no valid copy can
+        replace an orphan in the meantime.
         """
         if key in self._catalog.orphans[slot.name]:
             slot.guarded(lambda: slot.tier.delete(key), "delete")
             self._catalog.purged(slot.name, key)
 
     def purge(self, slot: TierSlot) -> None:
-        """Delete what earlier attempts left on *slot*, as far as it answers."""
+        """Delete the orphans that earlier attempts left on *slot*, while it answers."""
         with suppress(TierUnavailableError):
             for key in list(self._catalog.orphans[slot.name]):
                 self.discard(slot, key)

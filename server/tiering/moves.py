@@ -1,7 +1,7 @@
-"""Moves: copies of chunks between slots, each under the codec of where it goes.
+"""Moves: copies of chunks between slots, each in the codec of its target.
 
-A lossy copy never takes the place of an exact one: it is made beside it, says what it is, and
-gives way to a better one.
+A lossy copy never replaces an exact one: it is an additional copy, marked as lossy, and a better
+one replaces it.
 """
 
 from __future__ import annotations
@@ -41,17 +41,17 @@ from kvstore.server.tiering.work_queue import Ticket, WorkQueue
 from kvstore.tiers.base import DEFAULT_TENANT, Reservation
 
 FULL_PERCENT = 90
-"""Of CPU memory in use, from which on room is given up again."""
+"""CPU memory counts as full from this use on: chunks read from peers are dropped again."""
 REMEMBERED_CHUNKS = 1 << 16
 MAX_DUPLICATES = 4096
-"""Copies that wait to be dropped; of more, the oldest stay."""
+"""Copies that wait to be dropped; beyond it the oldest stay."""
 
 
 class Moves:
     """Copies chunks between the slots of *tiers*. Thread-safe.
 
-    Moves run in the queues ``load-TIER`` and ``store-TIER``; a queue only ever waits for the store
-    queue of a slower tier, so queues cannot wait in a circle. *clock* returns monotonic seconds.
+    Moves run in the queues ``load-TIER`` and ``store-TIER``. A queue only waits for the store queue
+    of a slower tier, so queues cannot deadlock. *clock* returns monotonic seconds.
     """
 
     def __init__(
@@ -75,7 +75,7 @@ class Moves:
         self._duplicates: deque[tuple[ChunkKey, TierSlot, TierSlot, str]] = deque(
             maxlen=MAX_DUPLICATES
         )
-        """Chunks on two slots: from which a copy goes, where one stays, and what counts it."""
+        """Chunks on two slots: the slot to drop from, the slot to keep, and the counter."""
         self._remote_reads = PromoteOnSecondHit(REMEMBERED_CHUNKS)
         self._lock = threading.Lock()  # guards _remote_reads
 
@@ -84,7 +84,7 @@ class Moves:
     ) -> Ticket | None:
         """Queue a copy of *key* for *tenant*, by default its owner; None when the queue is full.
 
-        What goes to CPU memory comes from GPU memory.
+        A copy to CPU memory reads GPU memory.
         """
         work = partial(self.copy_now, key, target, tenant)
         return self.work_queue.submit(f"store-{target.name}", key, work, urgent=urgent)
@@ -104,14 +104,14 @@ class Moves:
     ) -> Ticket | None:
         """Queue a copy of *key* from another slot to CPU memory; None when its queue is full.
 
-        One that is *claimed* ends when nobody wants it any more: see ``WorkQueue.submit``.
+        A *claimed* one is cancelled when its last claim ends: see ``WorkQueue.submit``.
         """
         work, queue = partial(self._raise_up, key, source, tenant), f"load-{source.name}"
         batch_key = source.tier.batch_key(key)
         return self.work_queue.submit(queue, key, work, claimed=claimed, batch_key=batch_key)
 
     def let_go_of_loads(self, tickets: Iterable[Ticket]) -> None:
-        """Whoever claimed these does not wait for them any more."""
+        """End one claim on each of *tickets*."""
         for ticket in tickets:
             if not ticket.done and self.work_queue.let_go(ticket):
                 self.counters.add("given_up_loads")
@@ -127,7 +127,7 @@ class Moves:
         return is_here
 
     def _is_kept(self, key: ChunkKey, source: TierSlot) -> bool:
-        """Whether CPU memory keeps a chunk that another server has."""
+        """Whether CPU memory keeps a chunk read from a peer."""
         with self._lock:
             is_due = self._remote_reads.is_due(key)
         stats = self.tiers.cpu_tier.stats()
@@ -135,8 +135,8 @@ class Moves:
         return has_room or (is_due and self.placement.promotes(key, source, self._cpu))
 
     def drop_duplicates(self) -> None:
-        """Drop one of two copies: from exclusive slots what came up to CPU memory, and from there
-        what came from a peer and is not kept. What is being read waits for the next tick.
+        """Drop one of two copies: on exclusive slots, chunks promoted to CPU memory; in CPU memory,
+        chunks of a peer that are not kept. Chunks being read wait for the next tick.
         """
         for _ in range(len(self._duplicates)):
             key, slot, other, counter = duplicate = self._duplicates.popleft()
@@ -147,7 +147,7 @@ class Moves:
                 self._duplicates.append(duplicate)
 
     def _copy(self, key: ChunkKey, target: TierSlot, tenant: str | None = None) -> bool:
-        """Copy *key*; return whether it is on *target* now, as good as that can keep it."""
+        """Copy *key*; return whether *target* has it now, in the best accuracy it can store."""
         self._make_way(target, key)
         copies = self.catalog.hold(key)
         try:
@@ -175,47 +175,47 @@ class Moves:
             self.catalog.let_go(key)
 
     def note_moved(self, info: ChunkInfo, source: TierSlot, target: TierSlot) -> None:
-        """A copy that came from *source* is on *target*."""
+        """Record a copy from *source* that is now on *target*."""
         self.catalog.note_sealed(target.name, info)
         is_up = target is self._gpu or (target is self._cpu and source is not self._gpu)
         self.counters.add("promoted_chunks" if is_up else "copied_chunks")
         self.counters.note_move(source.name, target.name, info.size_bytes)
 
     def _owner(self, key: ChunkKey, copies: Mapping[str, ChunkInfo]) -> str:
-        """Return whose chunk it is, by the nearest of its *copies*."""
+        """Return the tenant of the nearest of *copies*."""
         holder = next((slot for slot in self.tiers.sources if slot.name in copies), None)
         return DEFAULT_TENANT if holder is None else holder.tier.tenant_of(key)
 
     def _can_better(self, target: TierSlot, key: ChunkKey, copies: Mapping[str, ChunkInfo]) -> bool:
-        """Whether a copy elsewhere would be better on *target* than the one that is there."""
+        """Whether *target* could store a more accurate copy than it has."""
         there = copies[target.name].accuracy
         best = max(info.accuracy for info in copies.values())
         kept = self.eviction.accuracy_on(target, key, self._owner(key, copies))
         return best > there and min(best, kept) > there
 
     def _make_way(self, target: TierSlot, key: ChunkKey) -> None:
-        """Cast out a copy on *target* that could be better, unless somebody reads it."""
+        """Drop a copy on *target* that could be more accurate, unless it is being read."""
         copies = self.catalog.copies(key) if target.name in self.catalog.holders(key) else {}
         if target.name not in copies or not self._can_better(target, key, copies):
             return
         if self.catalog.cast_out(target.name, key, even_if_held=False):
             self.counters.add("replaced_copies")
-            if target is self._cpu:  # the others sweep in their store queue, before they write
+            if target is self._cpu:  # the store queues of others purge before they write
                 self.eviction.discard(target, key)
 
     def _adopt(self, key: ChunkKey, target: TierSlot) -> bool:
-        """Know a copy that somebody else sealed first; False when it is gone again."""
+        """Index a copy that another server sealed first; False when it is gone again."""
         if not target.tier.shared:
             raise TierUnavailableError(target.name, f"does not let go of {key.hex()}")
         (info,) = target.tier.find([key])
-        # One that has more than ours is learned of by the next lookup.
+        # The next lookup indexes one that is more complete than ours.
         if info is None or self.catalog.is_less_complete(key, info.layout):
             return False
         self.catalog.note_sealed(target.name, info)
         return True
 
     def write(self, target: TierSlot, reservation: Reservation, frame: Bytes) -> bool:
-        """Write and seal a frame; False when another of its key is there."""
+        """Write and seal a frame; False when the tier has another of its key."""
         sealing = False
 
         def work() -> bool:
@@ -227,8 +227,8 @@ class Moves:
         started = self.clock()
         try:
             return target.guarded(work, "write")
-        except BaseException:  # no memory to encrypt in, too
-            if not sealing:  # a seal that fails has freed the room itself
+        except BaseException:  # including MemoryError in encryption
+            if not sealing:  # a failed seal has freed the reservation itself
                 target.tier.abort(reservation)
             raise
         finally:
@@ -236,12 +236,12 @@ class Moves:
             self.placement.note_write(target.name, reservation.info.key, len(frame), taken_s)
 
     def _best(self, copies: Mapping[str, ChunkInfo]) -> list[TierSlot]:
-        """Return the slots of *copies*, the best copy first and of equal ones the nearest."""
+        """Return the slots of *copies*, the most accurate first, of equal ones the nearest."""
         holders = [slot for slot in self.tiers.sources if slot.name in copies]
         return sorted(holders, key=lambda slot: -copies[slot.name].accuracy)
 
     def _best_frame(self, key: ChunkKey, copies: dict[str, ChunkInfo]) -> Bytes | None:
-        """Return the verified frame of the best and nearest copy that proves right."""
+        """Return the frame of the best and nearest copy that verifies."""
         for slot in self._best(copies):
             try:
                 if slot is not self._cpu:
@@ -298,20 +298,20 @@ class Moves:
         started = self.clock()
         try:
             transcode(scratch, RawCodec(), out)
-            # Verified as it was read; checked again as it will be served.
+            # The stored frame was verified; this verifies the one to serve.
             verify(out, stored.key)
             source.note_decode(stored.size_bytes, self.clock() - started)
         except UnknownCodecError as error:
             self._turn_away(source, stored)
             raise ChunkCorruptError(stored.key, str(error)) from None
         except (ChunkCorruptError, InvalidFrameError, ModelError) as error:
-            # Its checksums are right, and yet its codec cannot read it: it never will.
+            # Its checksums match, but its codec cannot read it, now or later.
             self.eviction.drop_corrupt(source, stored.key)
             raise ChunkCorruptError(stored.key, str(error)) from None
         return True
 
     def _turn_away(self, source: TierSlot, stored: ChunkInfo) -> None:
-        """Drop a copy that only servers with other codecs or tables read, or none."""
+        """Drop a copy that only servers with other codecs or tables can read, or none."""
         is_removed, key = stored.codec_id in REMOVED, stored.key
         if not (is_removed or source.tier.shared):
             self.eviction.drop_corrupt(source, key)
@@ -319,13 +319,13 @@ class Moves:
         fate = Fate.codec_removed if is_removed else Fate.unreadable
         self.catalog.outcomes.note(key, fate, source.name, codec_name(stored.codec_id))
         self.counters.add("unreadable_chunks")
-        if source.tier.shared:  # not ours alone to delete
+        if source.tier.shared:  # other servers may read it
             self.catalog.forget(source.name, key)
         elif self.catalog.cast_out(source.name, key):
             self.eviction.delete_from(source, key)
 
     def read_bypass(self, stored: ChunkInfo, source: TierSlot) -> Bytes | None:
-        """Return the verified frame in memory of its own; None when *source* lost it."""
+        """Return the verified frame in a new buffer; None when *source* lost it."""
         frame = np.empty(stored.size_bytes, np.uint8)
         return frame if self._read(stored, source, frame) else None
 
@@ -340,22 +340,22 @@ class Moves:
             raise
 
     def read_from(self, source: TierSlot, key: ChunkKey, read: Callable[[], object]) -> bool:
-        """Read a copy that the catalog knows; False when it is not on its medium any more."""
+        """Read a copy that the catalog lists; False when its medium has lost it."""
         try:
             if read():
                 return True
         except InvalidRequestError:
-            pass  # others have put a frame of another size in its place
+            pass  # another server replaced it with a frame of another size
         self.catalog.forget(source.name, key)
         self.catalog.outcomes.note(key, Fate.lost, source.name)
         self.counters.add("lost_chunks")
         return False
 
-    # --- from where a chunk is read
+    # --- read order
 
     def nearest(self, key: ChunkKey, holders: Sequence[str]) -> list[TierSlot]:
-        """Return the slots of *holders* that are in use, in the order in which *key* is read: from
-        the fastest, as measured where both another server and a shared tier have it.
+        """Return the slots of *holders* that are in use in read order of *key*: fastest first,
+        by measurement where both a peer and a shared tier have it.
         """
         remote = self.tiers.remote
         usable = [s for s in self.tiers.sources if s.name in holders and not s.breaker.is_open]

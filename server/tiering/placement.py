@@ -1,4 +1,4 @@
-"""Placement: applies each lower tier's admission to copies, with what is known of the chunk."""
+"""Placement: applies each lower tier's admission to copies, with the chunk's statistics."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from kvstore.server.tiering.tier_slot import Tiers, TierSlot
 from kvstore.server.tiering.work_queue import WorkQueue
 
 MAX_ENGINES = 1024
-"""Models whose speed of prefill is remembered, the latest reported."""
+"""Models whose prefill speed is remembered, the latest reported."""
 
 
 class Placement:
-    """Whether copies are worth their writing. Thread-safe.
+    """Decides whether copies are worth writing. Thread-safe.
 
-    Each slot's own ``admission`` decides, or the one of ``set_terms`` where it has none; how far
-    its writes are behind is measured here. *clock* returns monotonic seconds.
+    Uses the slot's ``admission``, or the one of ``set_terms`` if it has none, and the write
+    pressure measured here. *clock* returns monotonic seconds.
     """
 
     def __init__(
@@ -54,8 +54,8 @@ class Placement:
         self.set_terms(WRITE_BACK, {})
 
     def set_terms(self, otherwise: TierAdmission, bytes_a_day: Mapping[str, int]) -> None:
-        """Have slots without an admission use *otherwise*, and tiers write at most so many bytes a
-        day, but for durable puts. At the start.
+        """Set the admission of slots without one, and the write budgets of tiers, which durable
+        puts may exceed. Called at start.
         """
         now_s = self._clock()
         self._rules = {name: slot.admission or otherwise for name, slot in self.tiers.slots.items()}
@@ -64,9 +64,9 @@ class Placement:
         self._budgets = {name: WriteBudget(bytes_a_day[name], now_s) for name in known}
 
     def admits(self, slot: TierSlot, key: ChunkKey, moment: Trigger) -> bool:
-        """Whether a copy of *key* on *slot* is worth making now; it has none there.
+        """Whether to copy *key* to *slot* now, which has no copy.
 
-        One that is has been paid for, out of the tier's budget of writes.
+        An admitted copy is charged to the tier's write budget.
         """
         rule = self._rules[slot.name]
         budget = self._budgets.get(slot.name)
@@ -91,7 +91,7 @@ class Placement:
         return budget is None or self._affords(budget, key, offer)
 
     def _affords(self, budget: WriteBudget, key: ChunkKey, offer: CopyRequest) -> bool:
-        """Pay for a copy, if it is worth it: beyond the budget only what leaves memory may be."""
+        """Charge for a copy if it is worth it: beyond the budget only evicted chunks can be."""
         with self._lock:
             price = budget.price(self._clock())
             is_leaving = offer.moment is Trigger.leaving
@@ -103,20 +103,20 @@ class Placement:
         return affords
 
     def by_load(self, slots: Sequence[TierSlot], size_bytes: int) -> Sequence[TierSlot]:
-        """Return *slots* by measured loads of so many bytes if all weigh copies; else as given."""
+        """Return *slots* by load time of *size_bytes* if all admit by value; else as given."""
         if any(self._rules[slot.name].least_value is None for slot in slots):
             return slots
         return sorted(slots, key=lambda slot: slot.load_s(size_bytes))
 
     def evicting(self, slot: TierSlot, key: ChunkKey, below: TierSlot) -> None:
-        """A fast tier evicts *key*: that is what its memory is worth, where copies are weighed."""
+        """Record that a fast tier evicts *key*, which prices its memory if copies have values."""
         if self._weighs:
             value = self._value(key, below)
             with self._lock:
                 self._prices[slot.name].note_eviction(value)
 
     def promotes(self, key: ChunkKey, source: TierSlot, target: TierSlot) -> bool:
-        """Whether a copy of *key* on the faster *target* is worth what that gives up for it."""
+        """Whether a copy of *key* on the faster *target* is worth what that evicts for it."""
         if not self._weighs:
             return True
         value = self._value(key, source)
@@ -124,7 +124,7 @@ class Placement:
             return self._prices[target.name].takes(value)
 
     def _value(self, key: ChunkKey, source: TierSlot) -> float:
-        """Return the seconds that a byte of *key* in memory saves, against a load from *source*."""
+        """Return the seconds that a byte of *key* in memory saves over a load from *source*."""
         estimate = self.catalog.queries.reuse_estimate(key)
         if estimate is None:
             return 0.0
@@ -132,17 +132,17 @@ class Placement:
         return estimate.chance * saved_s / max(1, estimate.size_bytes)
 
     def budgets(self) -> dict[str, tuple[int, float]]:
-        """Return, of tiers that have one, the budget in bytes a day and what is left of it now."""
+        """Return the budget in bytes a day and the bytes left now, for tiers with a budget."""
         with self._lock:
             now_s, known = self._clock(), self._budgets.items()
             return {name: (one.bytes_a_day, one.left_bytes(now_s)) for name, one in known}
 
     def admits_on_lookup(self, slot: TierSlot) -> bool:
-        """Whether a lookup of a chunk may lead to a copy on *slot*."""
+        """Whether a lookup may cause a copy on *slot*."""
         return Trigger.asked in self._rules[slot.name].triggers
 
     def pressure(self, name: str) -> float:
-        """Return how far behind a tier's writes are, from 0 to 1."""
+        """Return the write pressure of a tier, from 0 to 1."""
         share = self.work_queue.fullness(f"store-{name}")
         with self._lock:
             return self._pressures[name].level(share, self._clock())
@@ -150,13 +150,13 @@ class Placement:
     def note_write(
         self, name: str, key: ChunkKey, size_bytes: int = 0, seconds: float = 0.0
     ) -> None:
-        """A copy of so many bytes to a tier took so long; of none: it was admitted and not made."""
+        """Record a copy to a tier and its time; 0 bytes: it was admitted but not made."""
         with self._lock:
             self._pressures[name].note(seconds, self._clock())
             if name in self._budgets:
                 self._budgets[name].note_write(key, size_bytes)
 
     def note_engine(self, space: Namespace, prefill: PrefillModel) -> None:
-        """An engine reported its speed of prefill."""
+        """Record an engine's prefill speed."""
         with self._lock:
             remember(self._engines, space, prefill, MAX_ENGINES)

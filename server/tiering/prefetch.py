@@ -1,4 +1,4 @@
-"""Prefetch: chains that were just found and leased come to memory before their get."""
+"""Prefetch: chains that were just found and leased are loaded before their get."""
 
 from __future__ import annotations
 
@@ -16,22 +16,22 @@ from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.work_queue import Ticket
 
 REMEMBERED = 4096
-"""Chunks loaded ahead whose get is awaited, the latest."""
+"""Prefetched chunks remembered until their get, the latest."""
 LEAST_USED = 0.5
-"""Below this share of loads that are read, most lookups are followed by none."""
+"""Below this share of prefetches that are read, most lookups prefetch nothing."""
 _PROBES = 16
-"""Then one lookup in so many is, to see whether that has changed."""
+"""One lookup in this many still prefetches then, to detect a change."""
 _WEIGHT = 1 / 64
 _FULLEST = 0.5
-"""A queue of loads that is fuller belongs to the gets."""
+"""A fuller load queue is left to gets."""
 
 
 class Prefetch:
-    """Loads ahead of gets. Thread-safe.
+    """Loads chunks ahead of gets. Thread-safe.
 
-    Of what the get would load, earlier: not for readers of files in place, nor of what they read
-    from another server. At most *limit_bytes* are under way; 0: none. The victim buffer and its
-    prefetcher are those of LSM-GNN (arXiv 2407.15264).
+    Loads what the get would load, earlier: not for readers of files in place, nor chunks that they
+    read from peers. At most *limit_bytes* are in flight; 0 turns it off. The victim buffer and
+    its prefetcher follow LSM-GNN (arXiv 2407.15264).
     """
 
     def __init__(self, moves: Moves, limit_bytes: int) -> None:
@@ -40,11 +40,11 @@ class Prefetch:
         self._limit_bytes = limit_bytes
         self._under_way: list[tuple[Ticket, int]] = []
         self.awaited: OrderedDict[ChunkKey, None] = OrderedDict()
-        """Chunks whose get is awaited."""
+        """Prefetched chunks that no get has read yet."""
         self._used_share = 1.0
         self._lookups = 0
         self.by_lease: dict[int, list[Ticket]] = {}
-        """Loads that were begun for a lease, until it is over; no more than leases there are."""
+        """Loads of each lease until it ends; bounded by the number of leases."""
         self._lock = threading.Lock()  # guards the five above
 
     def found(
@@ -55,7 +55,7 @@ class Prefetch:
         sizes: NDArray[np.int64],
         lease_id: int,
     ) -> None:
-        """A session leased *keys*, each from the slot of this place among the sources."""
+        """Prefetch *keys* that a session leased; *sources* are indices of their slots."""
         lower = np.flatnonzero(sources) if self._limit_bytes else sources[:0]
         if not len(lower) or (session.is_attached and self._moves.tiers.file_backed is not None):
             return
@@ -91,19 +91,19 @@ class Prefetch:
                 self.by_lease[lease_id] = begun
 
     def dropped(self, lease_id: int) -> None:
-        """A lease of ``by_lease`` is over: its loads end, unless a get waits for them."""
+        """Cancel the loads of a lease that ended, unless a get waits for them."""
         with self._lock:
             tickets = self.by_lease.pop(lease_id, [])
         self._moves.let_go_of_loads(tickets)
 
     def sweep(self, live: Container[int]) -> None:
-        """End the loads of leases that ended by themselves. Called at every tick."""
+        """Cancel the loads of leases that expired. Called at each tick."""
         for lease_id in list(self.by_lease):
             if lease_id not in live:
                 self.dropped(lease_id)
 
     def was_read(self, key: ChunkKey) -> None:
-        """A get delivered a chunk that was awaited."""
+        """Record that a get delivered a prefetched chunk."""
         with self._lock:
             if self.awaited.pop(key, self) is None:
                 self._used_share += _WEIGHT * (1.0 - self._used_share)

@@ -1,4 +1,4 @@
-"""A TierSlot: one tier with its codec, policy, breaker and speed; and Tiers, all of a server's."""
+"""TierSlot: a tier with its codec, policy, breaker and speed; Tiers: all slots of a server."""
 
 from __future__ import annotations
 
@@ -41,20 +41,20 @@ if TYPE_CHECKING:  # the tier's file loads torch
     from kvstore.tiers.gpu import GpuTier
 
 TermsOf = Callable[[FrameHeader], EncodeTerms | None]
-"""Returns what the server knows of the model that a frame is of."""
+"""Returns the encode terms of a frame's model, if known."""
 
 LOSSLESS = "lossless"
-"""What takes the place of a lossy codec where that cannot be used."""
+"""Used where a lossy codec cannot be."""
 
 _CANNOT = (LayoutMismatchError, UnknownCodecError, ModelError, InvalidRequestError)
 
 
 class TierCodec:
-    """Encodes frames for one tier. Thread-safe; ``use`` may change the codec while it is at work.
+    """Encodes frames for one tier. Thread-safe; ``use`` may change the codec at any time.
 
-    Codecs are by name, such as ``kvq:2``. A lossy one is given originals of floating point only:
-    integers and fp8 have no precision to spare, and loss on top of loss has no bound. These go
-    without loss, and so do recurrent states. Raises UnknownCodecError.
+    Codecs are given by name, such as ``kvq:2``. A lossy one encodes floating-point originals only:
+    integers and fp8 have no precision to spare, and repeated loss has no bound. Other chunks, and
+    recurrent states, are encoded without loss. Raises UnknownCodecError.
     """
 
     def __init__(
@@ -68,35 +68,35 @@ class TierCodec:
         self.use(name)
 
     def use(self, name: str, note: str = "") -> None:
-        """Encode for tenants without a codec of their own with this one, *note* behind its name."""
+        """Set the codec of tenants without their own; append *note* to its displayed name."""
         self._default, self.name = codec_by_name(name), name + note
         self.codec_id = self._default.codec_id
         codecs = [self._default, *self._by_tenant.values()]
         self.is_exact = all(codec.accuracy is Accuracy.exact for codec in codecs)
-        """Whether everybody's chunks come back bit for bit."""
+        """Whether the chunks of all tenants are restored bit for bit."""
         self.needs_assets = any(isinstance(codec, AssetCodec) for codec in codecs)
-        """Whether some of the frames can only be read by who has an asset of their model."""
+        """Whether decoding some frames needs an asset of their model."""
 
     def of_tenant(self, tenant: str) -> Codec:
         """Return the codec for the chunks of *tenant*."""
         return self._by_tenant.get(tenant, self._default)
 
     def weighs(self, tenant: str) -> bool:
-        """Whether the codec of *tenant* keeps tokens that matter more exactly than others."""
+        """Whether the codec of *tenant* gives important tokens more precision."""
         codec = self.of_tenant(tenant)
         return isinstance(codec, KvqCodec) and codec.options.importance
 
     def encode(self, frame: Bytes, tenant: str, least: Accuracy = Accuracy.approximate) -> Bytes:
-        """Return *frame* as this tier keeps it: the same bytes when it already is.
+        """Return *frame* encoded for this tier; the same bytes if it already is.
 
-        What the codec cannot take stays without loss, and so does all where *least* is exact.
-        Raises as ``transcode`` does.
+        Frames that the codec cannot encode stay lossless, and all do if *least* is exact. Raises
+        as ``transcode`` does.
         """
         header = parse_header(frame)
         codec = self.of_tenant(tenant)
         is_coded = header.codec_id != RawCodec.codec_id
         if header.accuracy is not Accuracy.exact and is_coded and not isinstance(codec, RawCodec):
-            return frame  # coded with loss, once: as small as it gets
+            return frame  # already lossy: not encoded again
         if codec.accuracy is Accuracy.exact:
             return _transcoded(frame, header, codec, None)
         may_be_lossy = least is not Accuracy.exact and may_lose(header.layout)
@@ -104,12 +104,12 @@ class TierCodec:
             try:
                 return _transcoded(frame, header, codec, self._terms_of(header))
             except _CANNOT:
-                pass  # of this model: no tables for it, or no embedding that the codec knows
+                pass  # no tables for this model, or a position embedding unknown to the codec
         return _transcoded(frame, header, codec_by_name(LOSSLESS), None)
 
 
 def may_lose(layout: KVLayout) -> bool:
-    """Whether a lossy codec may be given chunks of *layout*: some have floats beside states."""
+    """Whether a lossy codec may encode *layout*: a component other than states has floats."""
     kinds = ((c.dtype, c.kind) for c in layout.components)
     return any(dtype in FLOAT_TYPES and kind is not LayerKind.state for dtype, kind in kinds)
 
@@ -132,7 +132,7 @@ _ROUND_TRIP_S = {"gpu": 20e-6, "cpu": 0.0, "disk": 100e-6, "peer": 500e-6, "redi
 
 @dataclass(frozen=True, slots=True)
 class SpaceRequest:
-    """Room for a frame on a slot, by when, leaving how much free."""
+    """Request for space for a frame on a slot, with a deadline and headroom to leave free."""
 
     info: ChunkInfo
     tenant: str
@@ -140,15 +140,15 @@ class SpaceRequest:
     headroom_bytes: int = 0
     category: str = ""
     is_original: bool = False
-    """Whether a lossy copy on the slot gives way to it."""
+    """Whether it replaces a lossy copy on the slot."""
 
 
 @dataclass(slots=True, eq=False)
 class TierSlot:
-    """One tier and what is needed to use it.
+    """One tier with its codec, policy, breaker and statistics.
 
-    Calls go through the breaker: TierUnavailableError counts as a failure of the medium, any
-    other answer as a success. *clock* returns monotonic seconds.
+    Calls go through the breaker: TierUnavailableError counts as a failure of the medium, a return
+    as a success. *clock* returns monotonic seconds.
     """
 
     tier: Tier
@@ -157,18 +157,18 @@ class TierSlot:
     breaker: Breaker
     clock: Callable[[], float]
     admission: TierAdmission | None = None
-    """Which copies it is given; None for what the store's limits say."""
+    """Which copies it stores; None: the default of Placement."""
     is_exclusive: bool = False
-    """Whether a copy goes once its chunk has come up to memory."""
+    """Whether a copy is dropped once its chunk is promoted to memory."""
     decode_s_per_byte: float = 0.0
-    """Of decoding its frames for CPU memory, a mean; 0 before the first, and for raw ones."""
+    """Moving average of decoding into CPU memory; 0 before the first, and for raw frames."""
     name: str = field(init=False)
-    """The tier's, kept here as it is read often."""
+    """The tier's name, cached."""
     bytes_per_s: float = field(init=False)
-    """Of loads from it, an exponentially weighted mean."""
+    """Exponentially weighted moving average of loads."""
     round_trip_s: float = field(init=False)
     has_quotas: bool = field(init=False)
-    """Whether its policy keeps tenants and categories to shares of it."""
+    """Whether its policy enforces quotas of tenants and categories."""
     tracing: Tracing | None = None
 
     def __post_init__(self) -> None:
@@ -182,13 +182,13 @@ class TierSlot:
     ) -> FrameHeader | None:
         """Fill *out* with the frame of *info* and verify it; None when the tier lost it.
 
-        Raises ChunkCorruptError for bytes that are not the frame, whatever is wrong with them,
-        and DeadlineError between parts of its first half once *is_cancelled*.
+        Raises ChunkCorruptError for any other bytes, and DeadlineError between parts of its first
+        half once *is_cancelled*.
         """
         started = self.clock()
 
         def arriving(size_bytes: int) -> None:
-            if 2 * size_bytes < len(out) and is_cancelled():  # else it is better done
+            if 2 * size_bytes < len(out) and is_cancelled():  # past half, finish it
                 raise DeadlineError(f"load from {self.name}: nobody waits for it any more")
 
         verifier = FrameVerifier(out, info.key, header_bytes(info.layout), arriving)
@@ -206,30 +206,30 @@ class TierSlot:
 
     @property
     def reason(self) -> str:
-        """Why it is left alone or takes nothing; empty while it serves."""
+        """Why it is not used or takes no writes; empty while it serves."""
         return self.breaker.reason or self.tier.write_error
 
     def note_load(self, size_bytes: int, seconds: float) -> None:
-        """Take note of one load."""
+        """Record one load."""
         if seconds > 0:
             self.bytes_per_s += _EWMA_WEIGHT * (size_bytes / seconds - self.bytes_per_s)
 
     def note_decode(self, size_bytes: int, seconds: float) -> None:
-        """Take note of a frame of so many stored bytes that was decoded."""
+        """Record the decoding of a frame of *size_bytes* stored bytes."""
         if seconds > 0:
             before = self.decode_s_per_byte or seconds / size_bytes
             self.decode_s_per_byte = before + _EWMA_WEIGHT * (seconds / size_bytes - before)
 
     def fetch_s(self, sizes: NDArray[np.int64]) -> NDArray[np.float64]:
-        """Estimated seconds until each of *sizes* stored bytes has come."""
+        """Estimated seconds to load each of *sizes* stored bytes."""
         return self.round_trip_s + sizes / self.bytes_per_s
 
     def load_s(self, size_bytes: int) -> float:
-        """Estimated seconds until so many stored bytes are in memory, decoded."""
+        """Estimated seconds to load and decode *size_bytes* stored bytes."""
         return self.round_trip_s + size_bytes * (1 / self.bytes_per_s + self.decode_s_per_byte)
 
     def guarded(self, work: Callable[[], bool], what: str = "use") -> bool:
-        """Run *work*, *what* in traces, on the medium; the breaker counts how it went."""
+        """Run *work* on the medium through the breaker; traces name it *what*."""
         if not self.breaker.allows():
             raise TierUnavailableError(self.name, f"left alone for now: {self.breaker.reason}")
         try:
@@ -243,9 +243,9 @@ class TierSlot:
 
 
 class Tiers:
-    """The *slots* of a server, given from the fastest to the slowest.
+    """The *slots* of a server, fastest first.
 
-    One of them is CPU memory, which frames are served from; only GPU memory is faster.
+    One of them is CPU memory, which serves frames; only GPU memory is faster.
     """
 
     def __init__(self, slots: Sequence[TierSlot]) -> None:
@@ -257,24 +257,24 @@ class Tiers:
         self.remote = self.slots.get(PEER_TIER)
         """The memory of other servers."""
         self.sources = (cpu, *(slot for slot in slots if slot is not cpu))
-        """In the order in which frames are looked for: first where they are served."""
+        """In read order: CPU memory first."""
         self.lower = tuple(s for s in slots if s not in (cpu, gpu) and not s.tier.read_only)
-        """Those below CPU memory that can be written, fastest first."""
+        """Writable slots below CPU memory, fastest first."""
         local = (s for s in self.lower if s.tier.survives_restart and not s.tier.shared)
         self.file_backed = next(
             (s for s in local if s.tier.shares_files and not s.encoder.needs_assets), None
         )
-        """The slot whose frames lie in files that a reader on this host may open."""
+        """The slot whose frames are in files that readers on this host can open."""
 
     def below(self, slot: TierSlot) -> tuple[TierSlot, ...]:
-        """Return the slots below *slot* that can be written, fastest first."""
+        """Return the writable slots below *slot*, fastest first."""
         if slot is self.gpu:
             return (self.cpu, *self.lower)
         return self.lower if slot is self.cpu else self.lower[self.lower.index(slot) + 1 :]
 
 
 def verify(frame: Bytes, key: ChunkKey) -> FrameHeader:
-    """Check a frame read for *key*. Raises ChunkCorruptError, whatever is wrong with it."""
+    """Check a frame read for *key*. Raises ChunkCorruptError for any fault."""
     try:
         return check_frame(frame, key)
     except (InvalidFrameError, UnknownCodecError) as error:

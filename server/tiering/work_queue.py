@@ -1,7 +1,6 @@
-"""The WorkQueue: bounded background queues of promotions, demotions and slow questions.
+"""The WorkQueue: bounded background queues of promotions, demotions and slow queries.
 
-There is one for each direction and medium, so that a stuck medium holds up nobody else. Nothing
-here knows what is moved.
+Each direction of each medium has its own queue, so that a stuck medium delays no other.
 """
 
 from __future__ import annotations
@@ -21,10 +20,10 @@ from kvstore.proto.errors import DeadlineError
 
 Work = Callable[[], object]
 Expect = Callable[[Sequence[bytes]], object]
-"""Called with what a thread does next."""
+"""Called with the names of a thread's next tickets."""
 
 MAX_BATCH = 16
-"""Tickets that a worker takes at once, of one batch_key."""
+"""Tickets of one batch_key that a worker takes at once."""
 
 logger = structlog.get_logger(__name__)
 
@@ -38,9 +37,9 @@ class Ticket:
     work: Work
     is_urgent: bool
     claims: int | None
-    """How many want it, of those that may lose interest; None: it is done whatever they want."""
+    """Claims left; at 0 the work is cancelled. None: it cannot be cancelled."""
     batch_key: object
-    """What it has in common with others that are better done one after the other by one worker."""
+    """Tickets of equal keys are best done in sequence by one worker; None: no batching."""
     is_begun: bool = False
     done: bool = False
     result: object = None
@@ -50,10 +49,10 @@ class Ticket:
 class WorkQueue:
     """Bounded queues of tickets, and their threads.
 
-    *queues* says how many workers each has; *clock* returns monotonic seconds. As many workers as
-    *parallelism* says of a queue, else one, share the tickets of one batch_key. *expect* is
-    called by a worker of its queue before each ticket that has one, with the names of what it does
-    next, and with none after the last. It raises nothing.
+    *queues* gives the workers of each queue; *clock* returns monotonic seconds. Up to *parallelism*
+    workers of a queue, by default one, share the tickets of one batch_key. Before each ticket that
+    has one, a worker calls *expect* of its queue with the names of its next tickets, and with none
+    after the last; it must not raise.
     """
 
     def __init__(
@@ -71,14 +70,14 @@ class WorkQueue:
         self._waiting: dict[str, deque[Ticket]] = {queue: deque() for queue in queues}
         self._open: dict[tuple[str, bytes], Ticket] = {}
         self._at_work: dict[str, list[object]] = {queue: [] for queue in queues}
-        """The batch_key of each worker that has one."""
+        """The batch_keys of busy workers, None included."""
         self._idle = dict.fromkeys(queues, 0)
         self._closed = False
         self._this_thread = threading.local()
         # Guards all fields above; held for queue operations only.
         self._lock = threading.Lock()
-        # Notified when a ticket is done; one of a queue when one is queued there. Apart, as to wake
-        # every worker for each ticket takes the interpreter from those who wait for an answer.
+        # _changed is notified when a ticket is done, _queued when one is queued. Two conditions, as
+        # waking all workers for each ticket takes the interpreter lock from waiting callers.
         self._changed = threading.Condition(self._lock)
         self._queued = {queue: threading.Condition(self._lock) for queue in queues}
         self._threads = [
@@ -101,11 +100,11 @@ class WorkQueue:
     ) -> Ticket | None:
         """Queue *work*; None when the queue is full or the WorkQueue closed.
 
-        Urgent work goes before the rest, in the order it came, and past the limit: each piece
-        has a caller who waits for it, and callers are bounded. Work of a name that still
-        waits or runs in the queue is joined, not repeated. What is *claimed* goes on only until
-        each who claimed it has called ``let_go``, unless somebody else submits it too. A worker
-        takes several of the same *batch_key*, in order.
+        Urgent work goes before the rest, in order of arrival, and past the limit: a caller waits
+        for each piece, and callers are bounded. Work whose name still waits or runs in the queue is
+        joined, not repeated. *claimed* work is cancelled once each claimer has called ``let_go``,
+        unless it is also submitted without a claim. A worker takes several of the same *batch_key*,
+        in order.
         """
         with self._lock:
             tickets, known = self._waiting[queue], self._open.get((queue, name))
@@ -119,7 +118,7 @@ class WorkQueue:
                 return known
             if self._closed or (len(tickets) >= self._limit and not urgent):
                 return None
-            # In the context of who asks: its request id, and its span.
+            # In the caller's context: its request id and span.
             work = partial(copy_context().run, work)
             ticket = Ticket(queue, name, work, urgent, 1 if claimed else None, batch_key)
             self._open[queue, name] = ticket
@@ -128,13 +127,13 @@ class WorkQueue:
             return ticket
 
     def _urgent_count(self, queue: str) -> int:
-        """Return how many urgent tickets wait: they come first."""
+        """Return how many urgent tickets wait, all at the head."""
         return sum(1 for _ in takewhile(lambda ticket: ticket.is_urgent, self._waiting[queue]))
 
     def let_go(self, ticket: Ticket) -> bool:
-        """Undo one claim. Return whether the work ends, or never begins, for that.
+        """End one claim. Return whether that cancels the work.
 
-        What is running ends where it next calls ``is_cancelled``.
+        Running work ends where it next calls ``is_cancelled``.
         """
         with self._lock:
             if ticket.done or not ticket.claims:
@@ -143,14 +142,14 @@ class WorkQueue:
             if ticket.claims:
                 return False
             if not ticket.is_begun:
-                with suppress(ValueError):  # a worker has taken it along
+                with suppress(ValueError):  # a worker has taken it in a batch
                     self._waiting[ticket.queue].remove(ticket)
                 ticket.error = DeadlineError(f"{ticket.queue}: nobody waits for it any more")
                 self._end(ticket)
             return True
 
     def is_cancelled(self) -> bool:
-        """Whether nobody wants the work that this thread does; from then on nobody joins it."""
+        """Whether this thread's work is cancelled; if so, later submits no longer join it."""
         ticket: Ticket | None = getattr(self._this_thread, "ticket", None)
         if ticket is None or ticket.claims != 0:
             return False
@@ -160,7 +159,7 @@ class WorkQueue:
             return ticket.claims == 0
 
     def wait(self, ticket: Ticket, deadline: float) -> object:
-        """Return the ticket's result. Raises its error, or DeadlineError when time is up."""
+        """Return the ticket's result. Raises its error, or DeadlineError."""
         with self._changed:
             self._changed.wait_for(lambda: ticket.done or self._closed, deadline - self._clock())
         if not ticket.done:
@@ -170,7 +169,7 @@ class WorkQueue:
         return ticket.result
 
     def await_any(self, queues: Sequence[str], deadline: float) -> bool:
-        """Wait until a ticket of *queues* is done; False if none is open or time is up."""
+        """Wait until a ticket of *queues* is done; False if none is open or at the deadline."""
         with self._changed:
             tickets = [ticket for (queue, _), ticket in self._open.items() if queue in queues]
             return bool(tickets) and self._changed.wait_for(
@@ -179,12 +178,12 @@ class WorkQueue:
             )
 
     def named(self, name: bytes) -> list[Ticket]:
-        """Return the tickets of any queue that have *name* and are not done."""
+        """Return the open tickets called *name* of all queues."""
         with self._lock:
             return [self._open[at] for queue in self._idle if (at := (queue, name)) in self._open]
 
     def _next(self, queue: str) -> Ticket | None:
-        """Take the first ticket of whose batch_key there are not too many at work."""
+        """Take the first ticket whose batch_key has fewer workers than the parallelism."""
         at_work, most = self._at_work[queue], self._parallelism[queue]
         for ticket in self._waiting[queue]:
             if ticket.batch_key is None or at_work.count(ticket.batch_key) < most:
@@ -225,16 +224,16 @@ class WorkQueue:
                         run[0].is_begun = True
                     else:
                         self._at_work[queue].remove(key)
-                        self._queued[queue].notify()  # who found too many at what waits
+                        self._queued[queue].notify()  # a worker that waited for this batch_key
             expect(())
 
     def _do(self, ticket: Ticket) -> None:
-        outer = getattr(self._this_thread, "ticket", None)  # who waits may step, one in another
+        outer = getattr(self._this_thread, "ticket", None)  # tickets may nest in one thread
         self._this_thread.ticket = ticket
         try:
             ticket.result = ticket.work()
         except Exception as error:  # noqa: BLE001
-            # The loop outlives any piece of work; whoever waits gets the error.
+            # The loop outlives any piece of work; its waiters get the error.
             ticket.error = error
             logger.debug("move failed", queue=ticket.queue, error=str(error))
         self._this_thread.ticket = outer
@@ -253,7 +252,7 @@ class WorkQueue:
             return {queue: len(tickets) for queue, tickets in self._waiting.items()}
 
     def fullness(self, queue: str) -> float:
-        """Return how full a queue is, from 0 to 1; 0 for one that does not exist."""
+        """Return how full a queue is, from 0 to 1; 0 for an unknown one."""
         return min(1.0, len(self._waiting.get(queue, ())) / self._limit)
 
     def is_idle(self) -> bool:
@@ -262,11 +261,11 @@ class WorkQueue:
             return not self._open
 
     def is_alive(self) -> bool:
-        """Whether every worker lives: a dead one must fail health, not go unnoticed."""
+        """Whether all workers are alive; a dead one must fail the health check."""
         return all(thread.is_alive() for thread in self._threads)
 
     def close(self) -> None:
-        """Finish what runs, drop what waits, stop the threads. Idempotent."""
+        """Finish running work, drop queued work, stop the threads. Idempotent."""
         with self._lock:
             self._closed = True
             for tickets in self._waiting.values():
