@@ -42,10 +42,10 @@ async def settled(
     """
     stopped, context = threading.Event(), copy_context()
     context.run(STOPPED.set, stopped)
-    turn = threading.Lock()  # taken once: by the thread that starts, or the canceller
+    claim = threading.Lock()  # taken once: by the thread that starts, or the canceller
 
     def run() -> Any:
-        return work() if turn.acquire(blocking=False) else None
+        return work() if claim.acquire(blocking=False) else None
 
     loop = asyncio.get_running_loop()
     running: asyncio.Future[T] = loop.run_in_executor(None, context.run, run)
@@ -53,7 +53,7 @@ async def settled(
         return await asyncio.shield(running)
     except asyncio.CancelledError:
         stopped.set()
-        if not always and turn.acquire(blocking=False):  # it never starts
+        if not always and claim.acquire(blocking=False):  # it never starts
             raise
         while not running.done():
             with suppress(asyncio.CancelledError):  # once is enough

@@ -63,7 +63,7 @@ def to_array(tensor: TensorLike) -> Part:
     """
     if isinstance(tensor, np.ndarray):
         if not tensor.dtype.isnative:
-            raise LayoutMismatchError("dtype", str(tensor.dtype), "give this machine's byte order")
+            raise LayoutMismatchError("dtype", str(tensor.dtype), "give native byte order")
         return tensor
     if not type(tensor).__module__.startswith("torch"):
         raise LayoutMismatchError("tensor", type(tensor).__name__, "give numpy or torch tensors")
@@ -112,7 +112,7 @@ def place_of(tensor: Any) -> NDArray[Any]:
     return np.asarray(Place())
 
 
-def host_room(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
+def host_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
     """Return host memory, pinned where there is a GPU."""
     import torch
 
@@ -168,7 +168,7 @@ def check_apart(name: str, tensors: Iterable[TensorLike]) -> None:
     spans = sorted((*_span(name, array), number) for number, array in enumerate(arrays))
     for (_, end, one), (start, _, other) in pairwise(spans):
         if start < end and _share(arrays[one], arrays[other]):
-            raise InvalidRequestError(name, "overlapping", "give each tensor memory of its own")
+            raise InvalidRequestError(name, "overlapping", "give tensors that do not share memory")
 
 
 def _span(name: str, array: Part) -> tuple[int, int]:
@@ -177,7 +177,7 @@ def _span(name: str, array: Part) -> tuple[int, int]:
     for stride, count in sorted((abs(stride), count) for stride, count in axes):
         if count > 1:
             if stride < size:
-                fix = "give memory where no two elements are at one place"
+                fix = "give memory without overlapping elements"
                 raise InvalidRequestError(name, array.strides, fix)
             size += (count - 1) * stride
     before = sum((count - 1) * min(0, stride) for stride, count in axes)
@@ -269,7 +269,7 @@ def group_array(name: str, tensor: Any, group: LayerGroup) -> Part:
     try:
         array = to_array(tensor)
     except LayoutMismatchError as error:
-        fix = "give a tensor on the CPU, in its byte order"
+        fix = "give a tensor on the CPU, in native byte order"
         raise LayoutMismatchError(name, str(error), fix) from None
     if array.dtype.itemsize != group.dtype.item_bytes or array.dtype.kind not in "uif":
         raise LayoutMismatchError(name, str(array.dtype), f"give {group.dtype.name}")
@@ -353,7 +353,7 @@ class Chunk(_Naming):
         given = self.importance
         if given is None:
             return b""
-        fix = f"give float32 ({tokens},), a number for each token of the chunk"
+        fix = f"give float32 ({tokens},), one number a token"
         if not isinstance(given, np.ndarray):
             raise InvalidRequestError("importance", type(given).__name__, fix)
         if given.shape != (tokens,) or given.dtype != np.float32:
@@ -414,7 +414,7 @@ class Shard:
                 continue
             is_span = isinstance(span, Sequence) and len(span) == 2 and all(map(is_whole, span))
             if not is_span or not 0 <= span[0] < span[1]:
-                raise InvalidRequestError(name, span, "give the first, and one after the last")
+                raise InvalidRequestError(name, span, "give (first, one after the last)")
         if self.layers is not None:  # tuples, to be hashable
             object.__setattr__(self, "layers", tuple(self.layers))
         object.__setattr__(self, "kv_heads", tuple(map(tuple, self.kv_heads)))

@@ -106,7 +106,7 @@ def put_by_layers(
     they are its *spans*, of which there may be none.
     """
     if link.options.shard is not None:
-        fix = "layer by layer there are whole chunks only: use put"
+        fix = "layered puts store whole chunks only: use put"
         raise LayoutMismatchError("shard", link.options.shard, fix)
     if spans is not None and not spans:
         return LayeredPut(link.model, [], lambda _: [], spans)
@@ -161,7 +161,7 @@ def layout_of(chunk: Chunk, model: Model, layers: Span | None = None) -> KVLayou
                 raise LayoutMismatchError("tensors", given, fix) from None
             return KVLayout.of(model, tokens)
         number += 1
-    fix = "say which: without attention the tensors do not tell"
+    fix = "give it: without attention layers the tensors do not determine it"
     raise LayoutMismatchError("layout", None, fix)
 
 
@@ -170,7 +170,7 @@ def _template(session: Session, chunk: Chunk | PlannedChunk, layout: KVLayout) -
     frame_bytes, limit = raw_frame_bytes(layout), session.terms.max_frame_bytes
     if frame_bytes > limit:
         raise InvalidRequestError(
-            "frame_bytes", frame_bytes, f"the server takes {limit} at most; use shorter chunks"
+            "frame_bytes", frame_bytes, f"the server's limit is {limit}; use shorter chunks"
         )
     return chunk.template(session.representation_digest, layout)
 
@@ -200,7 +200,7 @@ def _listed(tensors: Any) -> list[Any]:
     try:
         return list(tensors)
     except TypeError:
-        fix = "give the parts of a layer, K and V; of chunks those of each"
+        fix = "give the parts of a layer, K and V, or a list of them for each chunk"
         raise InvalidRequestError("tensors", type(tensors).__name__, fix) from None
 
 
@@ -215,8 +215,8 @@ class EncodedChunk(Outgoing):
         copy_bytes(out, self.frame)
 
     @override
-    def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
-        """Return the frame as it is; *room* is not used."""
+    def pieces(self, allocate: Callable[[int], Bytes]) -> list[Bytes]:
+        """Return the frame as it is; *allocate* is not used."""
         return cut_header(self.frame)
 
 
@@ -267,7 +267,7 @@ class LayeredPut:
         """
         FORKS.check(self._process, "the put")
         if self._is_over:
-            raise InvalidRequestError("layer_id", layer_id, "this put is over; begin another")
+            raise InvalidRequestError("layer_id", layer_id, "this put has ended; begin another")
         if layer_id not in self._missing:
             known = layer_id in list(self._segments)
             fix = "give each layer once" if known else f"the model has {sorted(self._segments)}"
@@ -289,18 +289,18 @@ class LayeredPut:
         for chunk, (header, arrays) in enumerate(zip(self._headers, layers, strict=True)):
             row = header.segments[segment]
             start = int(row["offset"])
-            room = self._frames[chunk][start : start + int(row["stored_bytes"])]
-            _, self._sums[chunk][segment] = RAW.encode_checked(arrays, components[chunk], room)
+            out = self._frames[chunk][start : start + int(row["stored_bytes"])]
+            _, self._sums[chunk][segment] = RAW.encode_checked(arrays, components[chunk], out)
         self._missing.remove(layer_id)
 
     def _cut(self, parts: Sequence[Any], group: LayerGroup) -> list[list[Any]]:
         """Return the part of one layer of the prompt that each chunk keeps."""
         spans = self.spans or ()
         if group.kind is LayerKind.state:
-            fix = "states are of no token: use put_chunk_layers"
+            fix = "states have no token axis: use put_chunk_layers"
             raise LayoutMismatchError("layer_id", group.kind.name, fix)
         if any(isinstance(part, BlockPart | Blocks) for part in parts):
-            fix = "give tensors over all tokens; what lies in blocks goes by put, or by chunks"
+            fix = "give tensors over all tokens; for blocks use put or put_chunk_layers"
             raise InvalidRequestError("tensors", "blocks", fix)
         shapes = [tuple(getattr(part, "shape", ())) for part in parts]
         stop = spans[-1][1] if spans else 0

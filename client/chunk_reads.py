@@ -18,7 +18,7 @@ from kvstore.client.decode import (
     Decoded,
     Layer,
     LayerReader,
-    Room,
+    Target,
     TooLossyError,
     Wanted,
     check_header,
@@ -53,16 +53,16 @@ from kvstore.proto.types import DIGEST_BYTES, END_KINDS, Accuracy, ChunkKey, KVL
 
 
 class ChunkRequest(NamedTuple):
-    """What to read into *room*: the *shard* of chunks of *accuracy* or better.
+    """What to read into *target*: the *shard* of chunks of *accuracy* or better.
 
-    Each batch is under its own of *leases*; without them the call takes its own, of *most* chunks
-    at a time, and reports the total so far to *came* after each. Layer by layer, *accepts* decides
-    by a chunk's index and header whether its frame is the wanted one, and *skipped* rows need not
-    be sent.
+    Each batch is under its own of *leases*; without them the call takes its own, for *most* chunks
+    at a time, and passes *on_part* the total after each. Layer by layer, *accepts* decides by a
+    chunk's index and header whether its frame is the wanted one, and *skipped* rows need not be
+    sent.
     """
 
     keys: Sequence[ChunkKey]
-    room: Room
+    target: Target
     accuracy: Accuracy
     deadline_ms: int
     leases: Sequence[int] = ()
@@ -70,7 +70,7 @@ class ChunkRequest(NamedTuple):
     accepts: Callable[[int, FrameHeader], bool] | None = None
     skipped: SkippedRows | None = None
     most: int = 0
-    came: Callable[[int], None] | None = None
+    on_part: Callable[[int], None] | None = None
 
 
 def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
@@ -89,7 +89,7 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
             # A batch ends where its part of *most* chunks does: the next part reuses its memory.
             stop = min(first + limit, first - first % most + most)
             some, lease_id = keys[first:stop], leases[first // limit] if leases else 0
-            wanted = Wanted(session, some, request.room, request.accuracy, first, request.shard)
+            wanted = Wanted(session, some, request.target, request.accuracy, first, request.shard)
             some_digests = digests[DIGEST_BYTES * first : DIGEST_BYTES * stop]
             try:
                 plan = ReadPlan(
@@ -104,10 +104,10 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
                 break
             if broken is not None:
                 link.quarantine(transport, broken, left_ms)
-            if request.came is not None and part:
+            if request.on_part is not None and part:
                 part = [one._replace(tensors=()) for one in part]  # their memory is reused
                 check_not_stopped(STOPPED.get())
-                request.came(len(found) + len(part))
+                request.on_part(len(found) + len(part))
             found += part
             if len(part) < len(some) or stop >= len(keys):
                 break
@@ -119,7 +119,7 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
     return link.run(work, request.deadline_ms)
 
 
-def room_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Room | None) -> Room:
+def target_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Target | None) -> Target:
     """Return the target of each chunk of *keys*: in *out*, or new arrays. It raises once the call
     is cancelled.
 
@@ -134,9 +134,9 @@ def room_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Room | None)
         if len(out) < len(keys):
             raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")
         out = given(out)
-    room = fresh if out is None else out
+    target = fresh if out is None else out
     stopped = STOPPED.get()
-    return room if stopped is None else _stoppable(room, stopped)
+    return target if stopped is None else _stoppable(target, stopped)
 
 
 STOPPED: ContextVar[threading.Event | None] = ContextVar("STOPPED", default=None)
@@ -149,10 +149,10 @@ def check_not_stopped(stopped: threading.Event | None) -> None:
         raise KVStoreError("the call was cancelled")
 
 
-def _stoppable(room: Room, stopped: threading.Event) -> Room:
+def _stoppable(target: Target, stopped: threading.Event) -> Target:
     def place(index: int, layout: KVLayout) -> Any:
         check_not_stopped(stopped)
-        return room(index, layout)
+        return target(index, layout)
 
     return place
 
@@ -161,7 +161,7 @@ def read_layers(
     link: ServerLink, transport: Transport, request: ChunkRequest
 ) -> Generator[Layer, None, None]:
     """Yield the layers of *request*, each once it is verified."""
-    wanted = Wanted(transport.session, request.keys, request.room, request.accuracy)
+    wanted = Wanted(transport.session, request.keys, request.target, request.accuracy)
     with ExitStack() as stack:
         arriving = _layers_arriving(stack, transport, request)
         reading = LayerReader(link.reader, wanted, request.accepts, request.skipped)
@@ -215,11 +215,11 @@ def check_by_layers(link: ServerLink) -> None:
     client of a shard.
     """
     if link.options.shard is not None:
-        fix = "layer by layer there are whole chunks only: use get and put"
+        fix = "layered gets read whole chunks only: use get"
         raise LayoutMismatchError("shard", link.options.shard, fix)
     for group in link.model.layer_groups:
         if group.kind in END_KINDS:
-            fix = "not every chunk has such layers: read these models' chunks whole, by get"
+            fix = "not every chunk of such a model has these layers: use get"
             raise LayoutMismatchError("kind", group.kind.name, fix)
 
 

@@ -17,7 +17,7 @@ from kvstore.client.chunk_puts import LayeredPut, put_by_layers, put_whole
 from kvstore.client.chunk_reads import ChunkRequest
 from kvstore.client.connection import Until
 from kvstore.client.deadline import Levelled, LevelledGet
-from kvstore.client.decode import Layer, Room, fresh
+from kvstore.client.decode import Layer, Target, fresh
 from kvstore.client.forks import FORKS
 from kvstore.client.kv import (
     KV,
@@ -203,7 +203,7 @@ class Client:
         self, tokens: Tokens, keys: Keys, left_ms: LeftMs | None = None
     ) -> Sequence[ChunkKey]:
         if (tokens is None) == (keys is None):
-            raise InvalidRequestError("keys", keys, "give tokens or keys, one of them")
+            raise InvalidRequestError("keys", keys, "give either tokens or keys")
         if tokens is not None:
             return self._names(self._link.connected(left_ms).session.terms.namespace, tokens)
         if not isinstance(keys, Sequence):
@@ -231,11 +231,11 @@ class Client:
         prompt = self._prompt(tokens, keys, start, left_ms)
         fresh = empty_kv(self._own, prompt.stop) if out is None else None
         held = self._target(prompt, fresh if out is None else out)
-        room = chunk_reads.room_in(prompt.keys, prompt.target(held))
+        target = chunk_reads.target_in(prompt.keys, prompt.target(held))
         shard = self.options.shard
-        request = ChunkRequest(prompt.keys, room, accuracy, left_ms(), shard=shard)
+        request = ChunkRequest(prompt.keys, target, accuracy, left_ms(), shard=shard)
         if isinstance(held, StagedKV):
-            request = request._replace(most=held.most, came=held.came)
+            request = request._replace(most=held.most, on_part=held.upload)
         found = chunk_reads.read_prefix(self._link, request)
         chunks = prompt.usable(len(found), self._own)
         reached = prompt.reached(chunks)
@@ -314,8 +314,8 @@ class Client:
         def read(
             some: Sequence[ChunkKey], out: Sequence[LayerTensors] | None
         ) -> list[ChunkTensors]:
-            room, shard = chunk_reads.room_in(some, out), self.options.shard
-            request = ChunkRequest(some, room, accuracy, deadline_ms, leases, shard)
+            target, shard = chunk_reads.target_in(some, out), self.options.shard
+            request = ChunkRequest(some, target, accuracy, deadline_ms, leases, shard)
             return list(map(_TENSORS, chunk_reads.read_prefix(self._link, request)))
 
         return Lease(ready, found.match, read, self._link.release, viewer(found, ready))
@@ -340,8 +340,8 @@ class Client:
         left_ms = Until(self._deadline_ms(timeout)).left_ms
         prompt = self._prompt(tokens, keys, start, left_ms)
         held = None if out is None else self._target(prompt, out)
-        room = fresh if held is None else chunk_reads.room_in(prompt.keys, prompt.target(held))
-        request = ChunkRequest(prompt.keys, room, accuracy, left_ms())
+        target = fresh if held is None else chunk_reads.target_in(prompt.keys, prompt.target(held))
+        request = ChunkRequest(prompt.keys, target, accuracy, left_ms())
         layers = chunk_reads.read_layers_retried(self._link, request)
         return held.uploaded(layers) if isinstance(held, StagedKV) else layers
 
@@ -371,7 +371,7 @@ class Client:
     def get_chunks(
         self,
         keys: Sequence[ChunkKey],
-        out: Sequence[LayerTensors] | Room | None = None,
+        out: Sequence[LayerTensors] | Target | None = None,
         *,
         accuracy: Accuracy = Accuracy.exact,
         stated: list[Stated] | None = None,
@@ -387,11 +387,11 @@ class Client:
         accuracy that the copy of each chunk states. With a *shard*, by default that of the options,
         tensors, layouts and *out* are one rank's part of each chunk.
         """
-        room = chunk_reads.room_in(keys, out)
+        target = chunk_reads.target_in(keys, out)
         check_kind("stated", stated, list, or_none=True)
         check_kind("shard", shard, Shard, or_none=True)
         timeout_ms, shard = self._deadline_ms(timeout), shard or self.options.shard
-        request = ChunkRequest(keys, room, accuracy, timeout_ms, shard=shard)
+        request = ChunkRequest(keys, target, accuracy, timeout_ms, shard=shard)
         found = chunk_reads.read_prefix(self._link, request)
         if stated is not None:
             stated[:] = [one.header.stated for one in found]
@@ -423,8 +423,8 @@ class Client:
         accuracy: Accuracy = Accuracy.exact,
     ) -> Generator[Layer, None, None]:
         """Read like ``get_layers``, into *out* as ``get_chunks``."""
-        room = chunk_reads.room_in(keys, out)
-        request = ChunkRequest(keys, room, accuracy, self.options.deadline_ms)
+        target = chunk_reads.target_in(keys, out)
+        request = ChunkRequest(keys, target, accuracy, self.options.deadline_ms)
         return chunk_reads.read_layers_retried(self._link, request)
 
     def put_chunk_layers(
@@ -446,7 +446,7 @@ class Client:
         self,
         keys: Sequence[ChunkKey],
         terms: PlanTerms,
-        out: Sequence[LayerTensors] | Room | None = None,
+        out: Sequence[LayerTensors] | Target | None = None,
         compute: Callable[[range], None] | None = None,
     ) -> Levelled:
         """Read the chunks of a prompt at the levels that the deadline in *terms* leaves time for.
@@ -458,9 +458,9 @@ class Client:
         returns in time whatever the store does. Also raises any error of *compute* or *out*, and
         LayoutMismatchError.
         """
-        room = chunk_reads.room_in(keys, out)
+        target = chunk_reads.target_in(keys, out)
         check_kind("terms", terms, PlanTerms)
-        return LevelledGet(self._link, keys, terms, room, compute).run()
+        return LevelledGet(self._link, keys, terms, target, compute).run()
 
     # --- segments that are no prefixes
 
@@ -500,13 +500,14 @@ class Client:
     def pin(self, tokens: Tokens = None, *, keys: Keys = None, ttl: float) -> int:
         """Keep chunks from eviction for *ttl* seconds, a day at most; return how many exist."""
         request = pb.PinRequest(ttl_ms=milliseconds("ttl", ttl, MAX_PIN_S, least_s=0.001))
-        replies = self._link.ask("Pin", request, self._named(tokens, keys), pb.PinResponse)
+        replies = self._link.call_keys("Pin", request, self._named(tokens, keys), pb.PinResponse)
         return sum(reply.pinned for reply in replies)
 
     def unpin(self, tokens: Tokens = None, *, keys: Keys = None) -> int:
         """End pins; return how many there were."""
         names, request = self._named(tokens, keys), pb.UnpinRequest()
-        return sum(r.unpinned for r in self._link.ask("Unpin", request, names, pb.UnpinResponse))
+        replies = self._link.call_keys("Unpin", request, names, pb.UnpinResponse)
+        return sum(reply.unpinned for reply in replies)
 
     def announce_puts(self, keys: Sequence[ChunkKey], *, within: float) -> int:
         """Announce that this client will put *keys* *within* seconds, ten minutes at most.
@@ -516,13 +517,14 @@ class Client:
         that another client has announced.
         """
         request = pb.AnnouncePutsRequest(ttl_ms=milliseconds("within", within, MAX_TTL_S))
-        replies = self._link.ask("AnnouncePuts", request, keys, pb.AnnouncePutsResponse)
+        replies = self._link.call_keys("AnnouncePuts", request, keys, pb.AnnouncePutsResponse)
         return sum(reply.pending for reply in replies)
 
     def delete(self, tokens: Tokens = None, *, keys: Keys = None) -> int:
         """Delete chunks on every tier; return how many. Chunks under a lease stay."""
         names, request = self._named(tokens, keys), pb.DeleteRequest()
-        return sum(r.deleted for r in self._link.ask("Delete", request, names, pb.DeleteResponse))
+        replies = self._link.call_keys("Delete", request, names, pb.DeleteResponse)
+        return sum(reply.deleted for reply in replies)
 
     def clear(self, tier: str = "", *, dry_run: bool = False) -> int:
         """Delete every chunk of this client's namespace that is not being read; return how many.
@@ -548,7 +550,7 @@ class Client:
         With *ranks*, for 16 chunks at most, also how many others each tier would evict before.
         """
         request = pb.StatRequest(ranks=bool(ranks))
-        replies = self._link.ask("Stat", request, self._named(tokens, keys), pb.StatResponse)
+        replies = self._link.call_keys("Stat", request, self._named(tokens, keys), pb.StatResponse)
         return [stat_from_message(chunk) for reply in replies for chunk in reply.chunks]
 
     def list(

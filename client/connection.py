@@ -35,8 +35,8 @@ SLACK_S = 0.05
 _LEAST_S = 0.001
 _RETRIES_IN_CHILD = 2
 """In 1 of 200 children gRPC's restart closed the first connection (grpcio 1.76)."""
-_MEND_S = 10.0
-_FORKED = "the call was ended, as the process was forked: make it again"
+_RETRY_S = 10.0
+_FORKED = "a fork of the process ended the call: retry it"
 _NO_METHOD = "/kvstore.v1.KVStore/NoMethod"
 """The thread that reads calls refuses it: it waits in no queue and costs next to nothing."""
 _TRACE_API = "opentelemetry.trace"
@@ -87,10 +87,10 @@ class Connection:
         )
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
         self.breaker = CircuitBreaker(retry_after_ms, clock, usual_ms)
-        self._mending: Any = None
+        self._reconnecting: Any = None
         self._streams: dict[Any, Until] = {}
         self._retries = _RETRIES_IN_CHILD if FORKS.is_child else 0
-        self._lock = threading.Lock()  # guards _mending and _streams
+        self._lock = threading.Lock()  # guards _reconnecting and _streams
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
@@ -215,7 +215,7 @@ class Connection:
 
     def hang_up(self) -> None:
         """Open the breaker and end the streams that wait, as if the server had been late."""
-        self.breaker.note(DeadlineError("the server hangs"))
+        self.breaker.record(DeadlineError("the server hangs"))
         with self._lock:
             streams = list(self._streams)
         for call in streams:
@@ -228,15 +228,15 @@ class Connection:
             result: T = work()
         except grpc.RpcError as error:
             translated = translate(error)
-            if self.breaker.note(translated, until):
-                self._mend()
+            if self.breaker.record(translated, until):
+                self._reconnect()
             raise translated from None
         except ValueError as error:  # grpc's answer to a closed channel
             raise KVStoreError(f"the client is closed: {error}") from None
-        self.breaker.note(None)
+        self.breaker.record(None)
         return result
 
-    def _mend(self) -> None:
+    def _reconnect(self) -> None:
         """Make gRPC reconnect the channel in the background.
 
         gRPC connects only while a call waits. Calls on a broken channel fail too soon for that:
@@ -244,12 +244,12 @@ class Connection:
         """
         metadata = self._bearer.metadata()
         with self._lock:
-            if self._mending is not None and not self._mending.done():
+            if self._reconnecting is not None and not self._reconnecting.done():
                 return
             try:
-                self._mending = call = FORKS.begin(
+                self._reconnecting = call = FORKS.begin(
                     lambda: self._stub.Status.future(
-                        pb.StatusRequest(), timeout=_MEND_S, wait_for_ready=True, metadata=metadata
+                        pb.StatusRequest(), timeout=_RETRY_S, wait_for_ready=True, metadata=metadata
                     ),
                     within_s=0.0,  # during a fork it is left to the next failed call
                     is_idle=True,
@@ -307,7 +307,7 @@ class CircuitBreaker:
     def __init__(self, retry_after_ms: int, clock: Callable[[], float], usual_ms: int = 0) -> None:
         self._retry_after_s = retry_after_ms / 1000
         self._clock = clock
-        self._patience_s = usual_ms / 2000
+        self._opens_after_s = usual_ms / 2000
         self._until = 0.0
         self._late_s = 0.0
         """How long late calls have waited since the last answer; concurrent ones count once."""
@@ -325,16 +325,16 @@ class CircuitBreaker:
         """Raise TierUnavailableError while the breaker is open."""
         until = self._until
         if until and (left_s := until - self._clock()) > 0:
-            raise TierUnavailableError("server", f"did not answer; tried again in {left_s:.1f} s")
+            raise TierUnavailableError("server", f"did not answer; retried in {left_s:.1f} s")
 
-    def note(self, error: KVStoreError | None, until: Until | None = None) -> bool:
+    def record(self, error: KVStoreError | None, until: Until | None = None) -> bool:
         """Record the error of a call, or None. Return whether that opened the breaker."""
         is_late = isinstance(error, DeadlineError)
         if is_late and until is not None:
             now_s = self._clock()
             self._late_s += min(until.deadline_ms / 1000, now_s - self._late_at_s)
             self._late_at_s = now_s
-            if self._late_s < self._patience_s:
+            if self._late_s < self._opens_after_s:
                 return False
         is_silent = is_late or (error is not None and is_gone(error))
         self._until = self._clock() + self._retry_after_s if is_silent else 0.0
@@ -344,17 +344,17 @@ class CircuitBreaker:
             self._late_s, self._opened_by = 0.0, None
         return is_silent
 
-    def note_whole(self, error: DeadlineError, granted_ms: int) -> None:
+    def record_call(self, error: DeadlineError, granted_ms: int) -> None:
         """Record a failed call whose requests had *granted_ms* in all: without any answer since one
         of them was late, all of that counts.
         """
-        if self._late_s and granted_ms / 1000 >= self._patience_s:
-            self.note(error)
+        if self._late_s and granted_ms / 1000 >= self._opens_after_s:
+            self.record(error)
 
-    def take_back(self, error: DeadlineError) -> None:
+    def retract(self, error: DeadlineError) -> None:
         """Close it if *error* opened it: the server was not at fault."""
         if self._opened_by is not None and self._opened_by() is error:
-            self.note(None)
+            self.record(None)
 
 
 class Pooled(Protocol):
@@ -397,7 +397,7 @@ class Pool(Generic[C]):
         self._is_closed = False
         self._dialling = 0
         """How many dials have begun that are not yet in ``busy``."""
-        self._has_failed = self._is_beside = False
+        self._has_failed = self._is_in_thread = False
         """Whether the last dial failed, and whether a thread dials."""
         self._rests_until_s = -math.inf
         self._lock = threading.Lock()  # guards the seven above
@@ -416,30 +416,30 @@ class Pool(Generic[C]):
                 return one
             self.give_back(one, is_clean=False)
         with self._lock:
-            is_beside = within_s <= 0 or self._has_failed
+            in_thread = within_s <= 0 or self._has_failed
             is_full = len(self.busy) + self._dialling >= self._limit
-            is_resting = is_beside and (self._is_beside or self._clock() < self._rests_until_s)
+            is_resting = in_thread and (self._is_in_thread or self._clock() < self._rests_until_s)
             if is_full or self._is_closed or is_resting:
                 return None
             self._dialling += 1
-            self._is_beside = self._is_beside or is_beside
-        if not is_beside:
+            self._is_in_thread = self._is_in_thread or in_thread
+        if not in_thread:
             return self._dialled(min(within_s, self._dial_s))
         try:
-            threading.Thread(target=self._dial_beside, name="kvstore-dial", daemon=True).start()
+            threading.Thread(target=self._dial_in_thread, name="kvstore-dial", daemon=True).start()
         except RuntimeError:  # the system gives no more threads
             with self._lock:
-                self._dialling, self._is_beside = self._dialling - 1, False
+                self._dialling, self._is_in_thread = self._dialling - 1, False
         return None
 
-    def _dial_beside(self) -> None:
+    def _dial_in_thread(self) -> None:
         one: C | None = None
         try:
             with suppress(KVStoreError):
                 one = self._dialled(self._dial_s)
         finally:
             with self._lock:
-                self._is_beside = False
+                self._is_in_thread = False
                 if one is None:
                     self._rests_until_s = self._clock() + self._rest_s
         if one is not None:

@@ -28,7 +28,14 @@ from kvstore.client.device_reads import DeviceReader, Reading, Registration, Run
 from kvstore.client.frames import Arrival, FrameAssembler
 from kvstore.client.server_link import LeftMs, digest_batches, packed
 from kvstore.client.session import Session, SessionTerms
-from kvstore.client.transports.base import Put, ReadPlan, Transport, arrival_of, read_outcomes
+from kvstore.client.transports.base import (
+    Put,
+    PutTerms,
+    ReadPlan,
+    Transport,
+    arrival_of,
+    read_outcomes,
+)
 from kvstore.client.transports.shared_memory import ShmTransport, Slabs
 from kvstore.client.transports.unix_rpc import ENTER_WITHIN_S
 from kvstore.codecs.frame_kernels import open_kernels
@@ -64,12 +71,12 @@ def open_arena(terms: SessionTerms, slabs: Slabs) -> Imported:
     Raises TierUnavailableError when it has none, or its device is not visible here.
     """
     if not terms.arena_device:
-        raise TierUnavailableError("cuda", "the server shares no GPU memory: start it with gpu")
-    device = open_device(_device_called(terms.arena_device))
+        raise TierUnavailableError("cuda", "the server shares no GPU memory: add tier gpu")
+    device = open_device(_find_device(terms.arena_device))
     return device.import_memory(slabs.slab(ARENA_SLAB).data, terms.arena_bytes)
 
 
-def _device_called(identity: str) -> torch.device:
+def _find_device(identity: str) -> torch.device:
     if identity == "cpu":  # a test's stand-in for a device
         return torch.device("cpu")
     seen = [
@@ -118,13 +125,13 @@ class DeviceRing:
         token = unix_socket.device_token(identity)
         exported = self.device.export(self.memory)
         try:
-            answer = transport.slabs.give(
+            answer = transport.slabs.send_descriptor(
                 unix_socket.Request(unix_socket.Op.ring, len(self.memory), token), exported
             )
         finally:
             os.close(exported)
         is_taken = answer is unix_socket.Reply.ok
-        return "" if is_taken else f"the server does not take the ring: {answer.name}"
+        return "" if is_taken else f"the server refused the ring: {answer.name}"
 
     def headers(
         self, representation: bytes, chunks: Sequence[DeviceChunk], written: Event
@@ -137,7 +144,7 @@ class DeviceRing:
         for chunk, header in zip(chunks, bare, strict=True):
             stop = chunk.offset + header.frame_bytes
             if chunk.offset < 0 or chunk.offset % ALIGN_BYTES or stop > len(self.memory):
-                fix = f"a multiple of {ALIGN_BYTES}, within {len(self.memory)} bytes"
+                fix = f"give a multiple of {ALIGN_BYTES}, within {len(self.memory)} bytes"
                 raise InvalidRequestError("offset", (chunk.offset, stop), fix)
         frames = [FrameAt(c.offset, h, 0) for c, h in zip(chunks, bare, strict=True)]
         begun: list[Sums] = []
@@ -158,7 +165,7 @@ def _put_batch(
     ring: DeviceRing,
     chunks: Sequence[DeviceChunk],
     written: Event,
-    hints: Hints,
+    terms: PutTerms,
 ) -> list[Put]:
     session = transport.session
     headers = ring.headers(session.representation_digest, chunks, written)
@@ -168,10 +175,10 @@ def _put_batch(
         headers=[pack_header(header) for header in headers],
         offsets=[chunk.offset for chunk in chunks],
         event=event.handle(),
-        deadline_ms=session.options.deadline_ms,
-        hints=hints_to_message(hints),
+        deadline_ms=terms.within_ms,
+        hints=hints_to_message(terms.hints),
     )
-    reply = transport.calls.call("PutDevice", request, session.options.deadline_ms, pb.PutResponse)
+    reply = transport.calls.call("PutDevice", request, terms.within_ms, pb.PutResponse)
     del event
     return read_outcomes(reply.outcomes, reply.reasons)
 
@@ -202,7 +209,7 @@ class CudaTransport(ShmTransport):
         except TierUnavailableError as error:
             self.without_arena = str(error)
             if session.terms.arena_device:
-                logger.warning("the server's GPU memory is out of reach", reason=str(error))
+                logger.warning("cannot map the server's GPU memory", reason=str(error))
         except KVStoreError:
             super().close()
             raise
@@ -238,7 +245,7 @@ class CudaTransport(ShmTransport):
         """Keep memory mapped while entered. Raises LeaseExpiredError once it is closed."""
         with self._users_lock:
             if self._is_closed:
-                raise LeaseExpiredError("the connection to the server was closed; ask once more")
+                raise LeaseExpiredError("the connection to the server was closed; retry")
             self._users += 1
         try:
             yield
@@ -294,7 +301,7 @@ class CudaTransport(ShmTransport):
         for place in places:
             slab = self.slabs.slab_of(place)
             slab.confirm(place.offset, place.generation)
-            registration.note(place.number, slab.data)
+            registration.add(place.number, slab.data)
             frames.append(slab.data[place.offset : place.offset + place.size_bytes])
             confirms.append(partial(slab.confirm, place.offset, place.generation))
         return Run(index, (), frames, confirms)
@@ -352,7 +359,7 @@ class CudaClient(Client):
                 fix = "make it with KVLayout.of this client's Model"
                 raise LayoutMismatchError("layout", chunk.layout, fix)
 
-        def work(transport: Transport, _: LeftMs) -> list[Put]:
+        def work(transport: Transport, left_ms: LeftMs) -> list[Put]:
             assert isinstance(transport, ShmTransport)
             reason = ring.register(transport)
             if reason:
@@ -360,8 +367,8 @@ class CudaClient(Client):
             step = min(MAX_FRAMES, transport.session.terms.max_batch_chunks)
             results: list[Put] = []
             for start in range(0, len(chunks), step):
-                batch = chunks[start : start + step]
-                results += _put_batch(transport, ring, batch, written, hints)
+                batch, terms = chunks[start : start + step], PutTerms(False, left_ms(), hints)
+                results += _put_batch(transport, ring, batch, written, terms)
             return results
 
         return self._link.run(work) if chunks else []
@@ -403,7 +410,7 @@ class CudaClient(Client):
     ) -> int:
         try:
             with ExitStack() as stack:
-                reading.run(_noted(self._arriving(stack, transport, left_ms, reading), arrived))
+                reading.run(_reporting(self._arriving(stack, transport, left_ms, reading), arrived))
         except RuntimeError as error:  # from torch or cupy
             reason = str(error).partition("\n")[0]
             raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
@@ -430,7 +437,7 @@ def _run_of(arrived: Arrival) -> Run:
     return Run(arrived.index, (), [arrived.data[:]], [arrived.confirm])
 
 
-def _noted(arriving: Iterator[T], arrived: Callable[[], None]) -> Iterator[T]:
+def _reporting(arriving: Iterator[T], arrived: Callable[[], None]) -> Iterator[T]:
     for one in arriving:
         arrived()
         yield one

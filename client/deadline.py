@@ -22,7 +22,7 @@ import numpy as np
 from kvstore.client import planning
 from kvstore.client.chunk_reads import check_by_layers
 from kvstore.client.connection import SLACK_S, Until
-from kvstore.client.decode import WRONG, Room
+from kvstore.client.decode import WRONG, Target
 from kvstore.client.frames import Arrival
 from kvstore.client.lookups import look_up
 from kvstore.client.options import MAX_DEADLINE_MS
@@ -55,7 +55,7 @@ RELEASE_MS = 1000
 LEAST_WAIT_S = 0.001
 MAX_LEVELS = 4
 """Headers are requested with room for this many levels; chunks with more are recomputed."""
-_OF_THE_ROOM = (InvalidRequestError, LayoutMismatchError)
+_TARGET_ERRORS = (InvalidRequestError, LayoutMismatchError)
 _NOTHING = (planning.RECOMPUTE, Stated(Accuracy.approximate))
 _Decoding: TypeAlias = "Future[tuple[int, Stated]]"
 
@@ -98,7 +98,7 @@ class StoredFrame:
         """
         header = parse_header(head)
         if header.key != self.key or header.representation != representation:
-            raise ChunkCorruptError(self.key, f"its frame is of {header.key.hex()}")
+            raise ChunkCorruptError(self.key, f"its place holds chunk {header.key.hex()}")
         if header.levels > MAX_LEVELS or header.accuracy < least:
             return
         self.header = header
@@ -133,7 +133,7 @@ class StoredFrame:
 
 
 class LevelledGet:
-    """One get of a prompt's chunks, all of full length, into *room*. Used once.
+    """One get of a prompt's chunks, all of full length, into *target*. Used once.
 
     One thread loads; the link's reader decodes. Meanwhile ``run`` passes *compute*, if given,
     chunks to compute. A store that is late or wrong leaves chunks to compute; it never raises.
@@ -144,13 +144,13 @@ class LevelledGet:
         link: ServerLink,
         keys: Sequence[ChunkKey],
         terms: planning.PlanTerms,
-        room: Room,
+        target: Target,
         compute: Callable[[range], None] | None,
     ) -> None:
         layout = KVLayout.of(link.model, link.options.chunk_tokens)
         self._link = link
         self._keys = keys
-        self._room = room
+        self._target = target
         self._compute = compute
         self._plain_terms = replace(terms, loads_first=compute is None)
         self._frames = [StoredFrame(key, layout) for key in keys]
@@ -184,7 +184,7 @@ class LevelledGet:
 
     def run(self) -> Levelled:
         """Read the chunks worth loading until the deadline. Raises any error of ``compute`` or
-        the room, and LayoutMismatchError for tensors that do not fit the chunk.
+        the target, and LayoutMismatchError for tensors that do not fit the chunk.
         """
         check_by_layers(self._link)
         if not self._keys:
@@ -194,12 +194,12 @@ class LevelledGet:
         load = partial(copy_context().run, self._load)  # with the caller's trace context
         threading.Thread(target=load, name="kvstore-levels", daemon=True).start()
         try:
-            return self._found_beside(self._compute) if self._compute else self._result.result()
+            return self._run_beside(self._compute) if self._compute else self._result.result()
         except BaseException:
-            self._give_up()
+            self._abandon()
             raise
 
-    def _found_beside(self, compute: Callable[[range], None]) -> Levelled:
+    def _run_beside(self, compute: Callable[[range], None]) -> Levelled:
         computed = 0
         while some := self._claim():
             compute(some)
@@ -212,7 +212,7 @@ class LevelledGet:
             self._finish()
         return self._result.result()
 
-    def _give_up(self) -> None:
+    def _abandon(self) -> None:
         with self._changed:
             self._is_finished = True
         self._end()
@@ -262,7 +262,7 @@ class LevelledGet:
         self._await_decodes()
         errors = [error for work in works.values() if (error := work.exception()) is not None]
         for error in errors:
-            if not isinstance(error, KVStoreError) or isinstance(error, _OF_THE_ROOM):
+            if not isinstance(error, KVStoreError) or isinstance(error, _TARGET_ERRORS):
                 self._result.set_exception(error)  # from the caller's tensors
                 return
         found = {at: work.result() for at, work in works.items()} if not errors else {}  # cancelled
@@ -339,7 +339,7 @@ class LevelledGet:
         until_s, now_s = progress.wait_until_s(), progress.elapsed_s
         if self._plain_terms.prefill is None:
             return until_s - now_s - SLACK_S
-        if progress.is_beside and planning.MISSING in progress.levels:
+        if progress.is_concurrent and planning.MISSING in progress.levels:
             # The engine starts by then; all that arrives before it finishes is of use.
             until_s = max(now_s, self._engine_s or until_s) + progress.left_s()
         return until_s - now_s
@@ -397,7 +397,7 @@ class LevelledGet:
             is_over = False
         except DeadlineError as error:
             # The server answered the lookup, so only its link is slow: the breaker stays closed.
-            transport.session.connection.breaker.take_back(error)
+            transport.session.connection.breaker.retract(error)
         except KVStoreError:
             pass  # what arrived before is used
         if size_bytes >= LEAST_MEASURED_BYTES:
@@ -474,7 +474,7 @@ class LevelledGet:
         if terms.prefill is not None and self._decoding.get(at, (reached,))[0] > reached:
             return before  # a finer level has arrived and is decoded next
         try:
-            level = frame.decode(reached, self._room(at, header.layout))
+            level = frame.decode(reached, self._target(at, header.layout))
         except WRONG:
             self._damaged.append(frame.key)
         except UnknownCodecError:

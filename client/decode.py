@@ -10,9 +10,10 @@ import math
 import threading
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import filterfalse
-from queue import SimpleQueue
+from queue import Empty, SimpleQueue
 from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
 
 from kvstore.client.chunk import LayerTensors, Shard, to_arrays
@@ -48,7 +49,7 @@ from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, layer_order
 
 WRONG = (ChunkCorruptError, InvalidFrameError, ModelError)
 """Errors that prove a chunk wrong: it is reported to the server."""
-Room: TypeAlias = Callable[[int, KVLayout], Any]
+Target: TypeAlias = Callable[[int, KVLayout], Any]
 """Returns the target of a chunk, by index and layout, as AnyTensors of that layout."""
 T = TypeVar("T")
 
@@ -62,7 +63,7 @@ def fresh(_: int, layout: KVLayout) -> ChunkTensors:
     return empty_tensors(layout)
 
 
-def given(out: Sequence[LayerTensors]) -> Room:
+def given(out: Sequence[LayerTensors]) -> Target:
     """Return the targets in the caller's *out*."""
     return lambda index, _: to_arrays(out[index])
 
@@ -79,9 +80,9 @@ N = TypeVar("N", bound=Numbered)
 
 
 def contiguous(
-    arriving: Iterable[N], asked: int, chunks: Callable[[N], int] = lambda one: 1
+    arriving: Iterable[N], limit: int, chunks: Callable[[N], int] = lambda one: 1
 ) -> Iterator[N]:
-    """Yield the items that arrive in order and in time, for up to *asked* chunks; raise only if
+    """Yield the items that arrive in order and in time, for up to *limit* chunks; raise only if
     there are none.
 
     ``chunks(one)`` returns how many chunks an item has.
@@ -89,7 +90,7 @@ def contiguous(
     count = 0
     try:
         for arrived in arriving:
-            if arrived.index != count or count + chunks(arrived) > asked:
+            if arrived.index != count or count + chunks(arrived) > limit:
                 return
             count += chunks(arrived)
             yield arrived
@@ -115,7 +116,7 @@ def check_header(
     if header.representation != session.representation_digest:
         raise ChunkCorruptError(key, "it was stored for another Model")
     if header.accuracy < least:  # the server should not send such copies
-        raise TooLossyError(f"{key.hex()}: the copy that came is {header.accuracy.name}")
+        raise TooLossyError(f"{key.hex()}: the copy received is {header.accuracy.name}")
     return header
 
 
@@ -134,12 +135,12 @@ class Decoded(NamedTuple):
 class Wanted:
     """What one read is to return: the *shard* of chunks of *accuracy* or better.
 
-    Chunk i of *keys* goes to ``room(first + i, layout)``.
+    Chunk i of *keys* goes to ``target(first + i, layout)``.
     """
 
     session: Session
     keys: Sequence[ChunkKey]
-    room: Room = fresh
+    target: Target = fresh
     accuracy: Accuracy = Accuracy.exact
     first: int = 0
     shard: Shard | None = None
@@ -158,14 +159,14 @@ class Wanted:
             header = check_header(self.session, key, frame, len(frame), self.accuracy)
             model = self.session.representation
             if self.shard is not None and not self.shard.has_any(model, header.layout):
-                self.room(self.first + index, header.layout)  # records the layout, for windows
+                self.target(self.first + index, header.layout)  # records the layout, for windows
                 tensors = []
             elif self.shard is not None:
                 part = self.shard.in_chunk(model, header.layout)
-                tensors = self.room(self.first + index, part.layout)
+                tensors = self.target(self.first + index, part.layout)
                 cut(header, frame, part, tensors)
             else:
-                tensors = self.room(self.first + index, header.layout)
+                tensors = self.target(self.first + index, header.layout)
                 if header.codec_id != RAW.codec_id:
                     codec_by_id(header.codec_id).decode_into(header, frame[:], tensors)
                 elif isinstance(frame, FileFrame):
@@ -190,7 +191,7 @@ class Wanted:
             if header.codec_id != RAW.codec_id:
                 return None
             head = start[: header.header_bytes].copy()  # a part is longer
-            return DirectFrame(header, head, self.room(self.first + index, header.layout))
+            return DirectFrame(header, head, self.target(self.first + index, header.layout))
         except KVStoreError:
             return None
 
@@ -203,7 +204,7 @@ class _PrefixRead:
     """
 
     wanted: Wanted
-    waiting: SimpleQueue[Arrival | None] = field(default_factory=SimpleQueue)
+    waiting: SimpleQueue[Arrival] = field(default_factory=SimpleQueue)
     found: dict[int, Decoded] = field(default_factory=dict)
     errors: dict[int, KVStoreError] = field(default_factory=dict)
     failed: float = math.inf
@@ -211,23 +212,25 @@ class _PrefixRead:
     fed: int = 0
 
     def help(self) -> None:
-        """Decode waiting frames until the end marker."""
-        while (arrived := self.waiting.get()) is not None:
-            self.decode(arrived)
+        """Decode what waits now. Threads are shared, and the next frame may take long to arrive."""
+        with suppress(Empty):
+            while True:
+                self.decode(self.waiting.get_nowait())
 
-    def feed(self, arriving: Iterable[Arrival], ahead: int) -> None:
-        """Queue the frames that arrive in order, until one fails; with *ahead* of them waiting, the
-        caller decodes.
+    def feed(self, arriving: Iterable[Arrival], ahead: int, call: Callable[[], None]) -> None:
+        """Queue the frames that arrive in order, until one fails, and *call* a helper for each;
+        with *ahead* of them waiting, the caller decodes.
         """
-        asked = len(self.wanted.keys)
+        count = len(self.wanted.keys)
         for arrived in arriving:
             if arrived.index != self.fed or arrived.index > self.failed:
                 return
-            if self.fed == asked:
-                raise InvalidFrameError("index", arrived.index, f"{asked} chunks were asked for")
+            if self.fed == count:
+                raise InvalidFrameError("index", arrived.index, f"{count} chunks were requested")
             self.fed += 1
             if self.waiting.qsize() < ahead:
                 self.waiting.put(arrived)
+                call()
             else:
                 self.decode(arrived)
 
@@ -264,17 +267,19 @@ class Reader:
         reading, count = _PrefixRead(wanted), len(wanted.keys)
         helpers: list[Future[None]] = []
         error: KVStoreError | None = None
-        try:
-            while len(helpers) < min(self.threads, count) - 1:
+
+        def call() -> None:
+            helpers[:] = [one for one in helpers if not one.done() or one.exception()]
+            if len(helpers) < min(self.threads, count) - 1:
                 helpers.append(self.submit(reading.help))
-            reading.feed(arriving, ahead=2 * self.threads)
+
+        try:
+            reading.feed(arriving, 2 * self.threads, call)
         except (DeadlineError, TierUnavailableError) as late:
             error = None if reading.fed else late
         except KVStoreError as stopped:
             error = stopped
         finally:
-            for _ in range(1 + len(helpers)):
-                reading.waiting.put(None)
             try:
                 reading.help()
             finally:  # a target may raise anything; the helpers write to the caller's memory
@@ -402,7 +407,9 @@ class LayerReader:
             if not self._open(arrived):
                 break
         self._count = len(self._chunks)
-        streams = self._streams()
+        streams, shared = self._streams(), self._reader
+        if streams:  # those who wait for segments are not those whom other calls wait for
+            self._reader = Reader(shared.threads)
         started: list[list[Future[None]]] = []
         try:
             started.extend(self._start(segment) for _, segment in self._order)  # partial on error
@@ -416,6 +423,8 @@ class LayerReader:
         finally:
             if process is FORKS.process:  # a child does not have the threads
                 self._settle(streams, started)
+                if self._reader is not shared:
+                    self._reader.close()
 
     def _streams(self) -> list[LayerStream]:
         """Return the layer streams, with the order of segments set."""
@@ -434,11 +443,11 @@ class LayerReader:
     ) -> None:
         """Wait for work that still reads shared memory and writes the caller's."""
         self._count = 0
-        for stream in streams:
-            stream.end()
-        for piece in (piece for pieces in started for piece in pieces):
-            if not piece.cancel():
-                piece.exception()
+        running = [piece for pieces in started for piece in pieces if not piece.cancel()]
+        if not all(map(Future.done, running)):
+            for stream in streams:
+                stream.end()
+        wait(running)
 
     def _open(self, arrived: Arrival) -> bool:
         """Add the frame if its header is right; return whether it is."""
@@ -459,7 +468,7 @@ class LayerReader:
             return False  # may be right, for a newer client or on another disk
         finally:
             arrived.confirm()
-        tensors: AnyTensors = wanted.room(arrived.index, header.layout)
+        tensors: AnyTensors = wanted.target(arrived.index, header.layout)
         check_tensors(header.layout, tensors, is_target=True)
         layers = [parts for component in tensors for parts in component]
         if len(layers) != header.layout.segment_count:  # a window may be left out of whole chunks
@@ -486,17 +495,17 @@ class LayerReader:
             chunk = self._chunks[number]
             data = chunk.take(segment)
             if data is None:
-                self._lose(number, None)
+                self._truncate(number, None)
                 return
             try:
                 chunk.decode(segment, data)
             except WRONG:
-                self._lose(number, self._wanted.keys[chunk.arrived.index])
+                self._truncate(number, self._wanted.keys[chunk.arrived.index])
             finally:
                 # Before all other errors: reused memory proves nothing about the chunk.
                 chunk.arrived.confirm()
 
-    def _lose(self, number: int, broken: ChunkKey | None) -> None:
+    def _truncate(self, number: int, broken: ChunkKey | None) -> None:
         with self._lock:
             if number < self._count:
                 self._count, self.broken = number, broken

@@ -245,7 +245,7 @@ class Registration:
         self._thread: threading.Thread | None = None
         self._is_closed = False
 
-    def note(self, number: int, memory: Bytes) -> None:
+    def add(self, number: int, memory: Bytes) -> None:
         """Queue slab *number* for registration, unless it was before. One thread at a time."""
         if number in self._slabs or self._is_closed or len(self._slabs) >= MAX_SLABS:
             return
@@ -330,14 +330,14 @@ class Reading:
         """
         try:
             for run in contiguous(arriving, len(self.keys), len):
-                self._bring_heads(run)
+                self._fetch_heads(run)
                 if not self._take(run):
                     break
             confirm = self._confirming()
-            self._prove_all()
+            self._verify_all()
         except (*WRONG, UnknownCodecError, TierUnavailableError) as error:
             with suppress(*WRONG):  # those queued before it
-                self._prove_all()
+                self._verify_all()
             if isinstance(error, WRONG) and self.done < len(self.keys):
                 self.broken = self.keys[self.done]
             elif isinstance(error, TierUnavailableError) and not self.done:
@@ -345,13 +345,13 @@ class Reading:
             confirm = self._confirming()
         confirm()
 
-    def _prove_all(self) -> None:
+    def _verify_all(self) -> None:
         while self._queue:
-            self._prove(self._queue.popleft())
+            self._verify(self._queue.popleft())
 
     # --- frames as they arrive
 
-    def _bring_heads(self, run: Run) -> None:
+    def _fetch_heads(self, run: Run) -> None:
         """Copy the heads of frames to the host; those in the arena all at once."""
         if not run.places:
             run.heads = np.zeros((len(run), self._transport.head_bytes), np.uint8)
@@ -478,7 +478,7 @@ class Reading:
         """Queue a frame of another codec for decoding, as a batch of its own."""
         if run.places:
             raise UnknownCodecError(header.codec_id, "raw, in a device's memory")
-        self._make_room()
+        self._limit_queue()
         reader, data, confirm = self.reader, run.frames[number], run.confirms[number]
         frame = FrameAt(0, header, (run.index + number) * self._chunk_tokens)
         begun: list[_Batch] = []
@@ -504,7 +504,7 @@ class Reading:
         held = run.frames[first : first + len(stated)]
         if len(held[0]) > reader.frame_bytes:  # all have one length
             raise InvalidFrameError("frame_bytes", len(held[0]), f"<= {reader.frame_bytes}")
-        self._bring_ring_tables()
+        self._upload_ring_tables()
         slots = [number % len(reader.busy) for number in range(start, start + len(held))]
         for event in {id(event): event for slot in slots if (event := reader.busy[slot])}.values():
             reader.copies.wait(event)
@@ -527,7 +527,7 @@ class Reading:
         confirms = run.confirms[first : first + len(stated)]
         self._queue.append(_Batch(frames, sums, stated, done, confirms, held))
 
-    def _bring_ring_tables(self) -> None:
+    def _upload_ring_tables(self) -> None:
         """Upload the tables of all frames at once: behind copies of frames they would be late."""
         if self._has_ring_tables:
             return
@@ -546,7 +546,7 @@ class Reading:
         self, memory: torch.Tensor, frames: list[FrameAt], tables: Callable[[], DeviceTables]
     ) -> list[Sums]:
         """Queue the copy of *frames* into the pages; return a list that gets the sums."""
-        self._make_room()
+        self._limit_queue()
         reader, header = self.reader, frames[0].header
         like = header.layout, header.header_bytes  # frames with equal row offsets
         if like not in self._checked:
@@ -561,11 +561,11 @@ class Reading:
         reader.work.launch(launch)
         return sums
 
-    def _make_room(self) -> None:
+    def _limit_queue(self) -> None:
         while len(self._queue) >= BATCHES_AHEAD:
-            self._prove(self._queue.popleft())
+            self._verify(self._queue.popleft())
 
-    def _prove(self, batch: _Batch) -> None:
+    def _verify(self, batch: _Batch) -> None:
         """Wait for a batch and count its frames up to the first wrong one; raise for that one."""
         try:
             assert batch.done is not None

@@ -65,7 +65,7 @@ class Forks:
     def check(self, process: bytes, what: str) -> None:
         """Raise LeaseExpiredError unless *what* was opened in this *process*."""
         if process is not self.process:
-            raise LeaseExpiredError(f"{what} is the parent process's; begin another in this one")
+            raise LeaseExpiredError(f"{what} belongs to the parent process; open another")
 
     # --- calls of gRPC
 
@@ -78,10 +78,10 @@ class Forks:
         """
         with self._changed:
             if self._is_grpc_lost:
-                fix = "a call ran when this process was forked: start it by spawn or forkserver"
-                raise TierUnavailableError("server", f"gRPC cannot be used here, as {fix}")
+                why = "a call was running at the fork; start processes by spawn or forkserver"
+                raise TierUnavailableError("server", f"gRPC is unusable in this child: {why}")
             if not self._changed.wait_for(lambda: not self._forking, min(within_s, _HELD_S)):
-                raise DeadlineError("no call could be made in time, as the process forks")
+                raise DeadlineError("the process was forking until the deadline")
             self._running += 1
             changed = self._changed
         try:

@@ -182,7 +182,7 @@ def _payload(data: Bytes | Payload) -> Payload:
     return Payload(len(data), fill)
 
 
-def here(data: Bytes | Payload) -> Bytes:
+def received(data: Bytes | Payload) -> Bytes:
     """Return a part's bytes: received into new memory, or in place if they are here already."""
     if isinstance(data, Payload):
         out = np.empty(len(data), np.uint8)
@@ -219,22 +219,22 @@ class DirectFrame:
 
     def take(self, offset: int, data: Bytes | Payload) -> None:
         """Take the part at *offset*; each follows the last. ``check`` raises the errors."""
-        coming = _payload(data)
+        payload = _payload(data)
         at, end = offset, offset + len(data)
         while self._next < len(self._runs) and self._failure is None:
             run = self._runs[self._next]
             first, last = max(run.start, at), min(run.stop, end)
             if first < last:
-                coming.skip(first - at)
+                payload.skip(first - at)
                 # The sum is of the tensors' own bytes, while they are in cache.
-                coming.into(run.out[first - run.start : last - run.start], self._digest)
+                payload.into(run.out[first - run.start : last - run.start], self._digest)
                 at = last
             if end < run.stop:
                 break
             self._next += 1
             if run.ends:
                 self._end_segment(run.segment)
-        coming.skip(end - at)
+        payload.skip(end - at)
 
     def _end_segment(self, segment: int) -> None:
         try:
@@ -248,7 +248,7 @@ class DirectFrame:
         if self._failure is not None:
             raise self._failure
         if self._next < len(self._runs):
-            raise ChunkCorruptError(self.header.key, "its last parts did not come")
+            raise ChunkCorruptError(self.header.key, "its last parts did not arrive")
 
 
 class _Run(NamedTuple):
@@ -268,7 +268,7 @@ def _runs(header: FrameHeader, tensors: AnyTensors) -> list[_Run]:
     for segment, _, parts in each_wanted(header.layout, tensors):
         flat = flat_parts(parts)
         if flat is None:
-            raise LayoutMismatchError("strides", "parts", "not one piece of memory each")
+            raise LayoutMismatchError("strides", "parts", "each has to be contiguous")
         at = starts[segment]
         for number, out in enumerate(flat, 1):
             runs.append(_Run(at, at + len(out), out, segment, number == len(flat)))
@@ -330,7 +330,7 @@ class FrameAssembler:
             raise InvalidFrameError("offset", part.offset, "parts must follow each other")
         if not part.offset:
             self._frame_bytes = part.frame_bytes
-            data = here(data)
+            data = received(data)
             direct = self._direct and self._direct(part.index, part.frame_bytes, data)
             self._frame = self._allocate(part.frame_bytes) if direct is None else direct
         if isinstance(self._frame, DirectFrame):
@@ -350,7 +350,7 @@ class FrameAssembler:
         A frame left incomplete was late, or dropped.
         """
         if frames != self.next_index:
-            raise InvalidFrameError("frames", frames, f"{self.next_index} came")
+            raise InvalidFrameError("frames", frames, f"{self.next_index} arrived")
 
 
 # --- layer by layer

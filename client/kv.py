@@ -19,7 +19,7 @@ from kvstore.client.chunk import (
     check_apart,
     copying,
     group_array,
-    host_room,
+    host_tensor,
     is_on_device,
     parents,
     twin,
@@ -124,7 +124,7 @@ class StagedKV:
         blocks = _BlockIds(ids, size, self._axes)
         return _StagedPart(self._model, self._far, start, blocks, is_read=self._is_read)
 
-    def came(self, count: int, layers: Iterable[int] = ()) -> None:
+    def upload(self, count: int, layers: Iterable[int] = ()) -> None:
         """Copy the last part's chunks among the prompt's first *count* to the device: *layers*, or
         all. Raises TierUnavailableError.
         """
@@ -137,7 +137,7 @@ class StagedKV:
         with closing(layers):
             for layer in layers:
                 if layer.tensors:
-                    self.came(len(layer.tensors), [layer.id])
+                    self.upload(len(layer.tensors), [layer.id])
                 yield layer
 
 
@@ -170,29 +170,29 @@ class _StagedPart:
         self._first = start if blocks is None else start - start % blocks.size
         self._copies: dict[int, list[tuple[Any, Any]]] = {}
         with copying(*chain(*far.values())):
-            rooms = {at: list(map(self._room, some)) for at, some in far.items()}
-            for at, room in rooms.items():
-                ends = (map(self._blocks_first, map(bits, some)) for some in (far[at], room))
+            buffers = {at: list(map(self._allocate, some)) for at, some in far.items()}
+            for at, buffer in buffers.items():
+                ends = (map(self._blocks_first, map(bits, some)) for some in (far[at], buffer))
                 self._copies[at] = list(zip(*ends, strict=True))
             for one, other in chain.from_iterable(self._copies.values()) if is_read else ():
                 other.copy_(one if blocks is None else one[blocks.ids])
         self._held: WholeKV | Blocks
         if blocks is None:
-            self._held = WholeKV(model, _groups("kv", rooms, model))
+            self._held = WholeKV(model, _groups("kv", buffers, model))
         else:
-            pages = [some[0] if "kv" in blocks.axes else some for some in rooms.values()]
+            pages = [some[0] if "kv" in blocks.axes else some for some in buffers.values()]
             cache = PagedCache(model, pages, " ".join(blocks.axes))
             self._held = cache[range(len(blocks.ids))]
 
     def chunk(self, start: int, stop: int, layout: KVLayout | None) -> Any:
         return self._held.chunk(start - self._first, stop - self._first, layout)
 
-    def _room(self, far: Any) -> Any:
+    def _allocate(self, far: Any) -> Any:
         if self._blocks is None:
-            return host_room(far.shape, far.dtype)
+            return host_tensor(far.shape, far.dtype)
         at = self._blocks.axes.index("block")
         shape = [size for axis, size in enumerate(far.shape) if axis != at]
-        return host_room((len(self._blocks.ids), *shape), far.dtype).movedim(0, at)
+        return host_tensor((len(self._blocks.ids), *shape), far.dtype).movedim(0, at)
 
     def _blocks_first(self, tensor: Any) -> Any:
         blocks = self._blocks
@@ -227,7 +227,7 @@ class _StagedPart:
 def _checked(name: str, kv: Any, model: Model) -> WholeKV:
     """Return KV of the shapes of *kv*, CUDA tensors, checked like host tensors."""
     if not all(map(is_on_device, _tensors(kv))):
-        raise LayoutMismatchError(name, "a tensor of the host", "give CUDA tensors, or none")
+        raise LayoutMismatchError(name, "a tensor on the host", "give CUDA tensors only, or none")
     if isinstance(kv, Mapping):
         twins: Any = {
             number: list(map(twin, parts)) if isinstance(parts, Sequence) else twin(parts)
@@ -255,7 +255,7 @@ def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -
     found: AnyKV
     if isinstance(kv, Blocks):
         if kv.cache.model != model:
-            raise LayoutMismatchError(name, kv.cache.model.model_id, "a cache of another Model")
+            raise LayoutMismatchError(name, kv.cache.model.model_id, "give a cache of this Model")
         staged = bool(kv.cache.far)
     else:
         staged = any(map(is_on_device, _tensors(kv)))
@@ -266,10 +266,10 @@ def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -
     else:
         found = WholeKV(model, _groups(name, kv, model))
     if found.tokens < prompt.least_tokens:
-        fix = f"give room for {prompt.least_tokens} tokens"
+        fix = f"needs {prompt.least_tokens} tokens"
         raise LayoutMismatchError(name, found.tokens, fix)
     if is_target and not found.is_writable:
-        raise InvalidRequestError(name, "read-only", "give memory that can be written to")
+        raise InvalidRequestError(name, "read-only", "give writable memory")
     if is_target and not isinstance(kv, Blocks):  # a PagedCache has checked its pages
         check_apart(name, _tensors(kv))
     return found
@@ -286,7 +286,7 @@ def _groups(name: str, kv: Any, model: Model) -> list[list[list[Part]]]:
     groups = model.layer_groups
     for group in groups:
         if group.kind is LayerKind.state:
-            fix = "states are of no token: use get_chunks and put_chunks"
+            fix = "states have no token axis: use get_chunks and put_chunks"
             raise LayoutMismatchError(name, group.kind.name, fix)
     if isinstance(kv, Mapping):
         wanted = {layer for group in groups for layer in group.layer_ids}
@@ -296,7 +296,7 @@ def _groups(name: str, kv: Any, model: Model) -> list[list[list[Part]]]:
     if hasattr(kv, "shape"):
         kv = [kv]
     if not isinstance(kv, Sequence) or len(kv) != len(groups):
-        fix = f"give a tensor for each of {len(groups)} layer groups, a mapping of layers or blocks"
+        fix = f"give a tensor for each of {len(groups)} layer groups, layers by number, or blocks"
         raise LayoutMismatchError(name, type(kv).__name__, fix)
     return [_layers(name, one, group) for one, group in zip(kv, groups, strict=True)]
 
@@ -375,7 +375,7 @@ class Prompt:
     def target(self, held: AnyKV) -> Callable[[int, KVLayout], Any]:
         """Return the function from a chunk's index and layout to its tensors in *held*."""
 
-        def room(index: int, layout: KVLayout) -> Any:
+        def target(index: int, layout: KVLayout) -> Any:
             start, stop = self.spans[index]
             is_short = not self._exact and stop == self.stop and layout.tokens < stop - start
             if layout.tokens != stop - start and not is_short:
@@ -385,7 +385,7 @@ class Prompt:
             self._layouts[index] = layout
             return held.chunk(start, start + layout.tokens, layout)
 
-        return room
+        return target
 
     def reached(self, chunks: int) -> int:
         """Return how many tokens the caller has once the first *chunks* left were read."""

@@ -86,53 +86,53 @@ def viewer(found: Found, keys: Sequence[ChunkKey]) -> View:
     return views[0] if len(views) == 1 else lambda index: views[index // limit](index % limit)
 
 
-def match_from_message(message: pb.LookupResponse, asked: int) -> Match:
-    """Return the match of a lookup of *asked* chunks. Raises KVStoreError if it is invalid."""
+def match_from_message(message: pb.LookupResponse, requested: int) -> Match:
+    """Return the match of a lookup of *requested* chunks. Raises KVStoreError if it is invalid."""
     names, sources = tuple(message.tier_names), message.tiers
     ready = message.ready
-    fits = len(sources) == ready and len(message.load_us) == 4 * ready <= 4 * asked
+    fits = len(sources) == ready and len(message.load_us) == 4 * ready <= 4 * requested
     if not fits or max(sources, default=-1) >= len(names):
-        raise KVStoreError(f"the server's answer to a lookup of {asked} chunks is damaged")
+        raise KVStoreError(f"the server's reply to a lookup of {requested} chunks is invalid")
     return Match(
         ready=ready,
         pending=message.pending,
-        missing=asked - ready - message.pending,
+        missing=requested - ready - message.pending,
         tier_names=names,
         sources=sources,
         loads=message.load_us,
         lease_id=message.lease_id,
         lease_ttl_ms=message.lease_ttl_ms,
-        plan=_plan_from_message(message, asked),
-        shared=min(message.shared, asked),
+        plan=_plan_from_message(message, requested),
+        shared=min(message.shared, requested),
     )
 
 
-def _plan_from_message(message: pb.LookupResponse, asked: int) -> LoadPlan | None:
-    """Return the plan over *asked* chunks; None without one. Raises KVStoreError."""
+def _plan_from_message(message: pb.LookupResponse, requested: int) -> LoadPlan | None:
+    """Return the plan over *requested* chunks; None without one. Raises KVStoreError."""
     if not message.plan and not message.recompute_ms:
         return None
     ranges = tuple(as_value(PlanRange, one) for one in message.plan)
     bounds = [0, *(one.stop for one in ranges)]
-    is_whole = bounds[-1] == asked and [one.first for one in ranges] == bounds[:-1]
+    is_whole = bounds[-1] == requested and [one.first for one in ranges] == bounds[:-1]
     if not is_whole or any(first >= stop for first, stop in pairwise(bounds)):
-        raise KVStoreError(f"the server's plan for {asked} chunks is damaged")
+        raise KVStoreError(f"the server's plan for {requested} chunks is invalid")
     return LoadPlan(ranges, message.plan_ms, message.recompute_ms)
 
 
-def joined(matches: Sequence[Match], asked: int) -> Match:
-    """Return the match of *asked* chunks; all of *matches* but the last are entirely ready.
+def joined(matches: Sequence[Match], requested: int) -> Match:
+    """Return the match of *requested* chunks; all of *matches* but the last are entirely ready.
 
     It has no plan unless they were one request.
     """
     first, last = matches[0], matches[-1]
-    if first.ready + first.pending + first.missing == asked:
+    if first.ready + first.pending + first.missing == requested:
         return first
     ready = sum(match.ready for match in matches)
     return replace(
         first,
         ready=ready,
         pending=last.pending,
-        missing=asked - ready - last.pending,
+        missing=requested - ready - last.pending,
         sources=b"".join(match.sources for match in matches),
         loads=b"".join(match.loads for match in matches),
         more_leases=tuple(match.lease_id for match in matches[1:] if match.lease_id),

@@ -140,11 +140,11 @@ def _read(path: Path) -> bytes:
 def _check_plain(address: str) -> None:
     """Raise InvalidRequestError where a token in plain text might leak."""
     if not _is_near(address):
-        fix = "a token would travel in plain text: give tls or ca, or insecure"
+        fix = "the token would be sent in plain text: give tls or ca, or insecure"
         raise InvalidRequestError("access", address, fix)
     strangers = [uid for uid in _listeners(address) - {os.geteuid()} if uid >= FIRST_LOGIN_UID]
     if strangers:
-        fix = f"user {strangers[0]} listens there and would get the token: give tls or ca"
+        fix = f"user {strangers[0]} listens there and would receive the token: give tls or ca"
         raise InvalidRequestError("access", address, fix)
 
 
@@ -208,7 +208,7 @@ class ClientOptions:
         if self.transport not in get_args(TransportName):
             fix = "use auto, shm, tcp or grpc"
             if str(self.transport) == "zmq":
-                fix = "there is no such transport any more; use tcp"
+                fix = "it was removed; use tcp"
             raise InvalidRequestError("transport", self.transport, fix)
         check_chunk_tokens(self.chunk_tokens)
         for name in ("deadline_ms", "staging_bytes", "retry_after_ms", "copy_threads"):

@@ -66,7 +66,7 @@ class PagedCache:
         self.model = model
         for group in model.layer_groups:
             if group.kind is LayerKind.state:
-                fix = "pages hold tokens: move states through tensors of their own"
+                fix = "pages hold tokens: use separate tensors for states"
                 raise LayoutMismatchError("kind", group.kind.name, fix)
         order = page_axes(axes)
         layers = _layers(pages, order)
@@ -75,7 +75,7 @@ class PagedCache:
             raise LayoutMismatchError("layers", len(layers), f"give pages of {count} layers")
         rest = tuple(name for name in order if name != "layer")
         if "kv" in rest and any(isinstance(entry, Sequence) for entry in layers):
-            raise _mismatch(rest, "leave kv out where K and V are tensors of their own")
+            raise _mismatch(rest, "leave kv out if K and V are separate tensors")
         self.axes = rest
         self.far: list[list[Any]] = []
         """The tensors of each layer of CUDA pages, by ``axes``; ``groups`` has their shapes."""
@@ -83,7 +83,8 @@ class PagedCache:
         on_device = [is_on_device(one) for some in everything for one in some]
         if any(on_device):
             if not all(on_device):
-                raise LayoutMismatchError("pages", "some of the host", "give CUDA tensors, or none")
+                fix = "give CUDA tensors only, or none"
+                raise LayoutMismatchError("pages", "some on the host", fix)
             self.far = everything
             layers = [
                 list(map(twin, one)) if isinstance(one, Sequence) else twin(one) for one in layers
@@ -96,7 +97,7 @@ class PagedCache:
         shapes = {(p.shape[0], p.shape[2]) for g in self.groups for parts in g for p in parts}
         if len(shapes) != 1:
             raise LayoutMismatchError(
-                "pages", sorted(shapes), "all layers need as many blocks, of as many tokens"
+                "pages", sorted(shapes), "all layers need the same number of blocks, of one size"
             )
         self.blocks: int
         self.block_tokens: int
@@ -164,10 +165,10 @@ def _layers(
 ) -> Sequence[TensorLike | Sequence[TensorLike]]:
     if isinstance(tensors, Sequence):
         if "layer" in axes:
-            raise _mismatch(axes, "leave layer out where each layer has its own tensor")
+            raise _mismatch(axes, "leave layer out if each layer has its own tensor")
         return tensors
     if "layer" not in axes:
-        raise _mismatch(axes, "name the layer axis, or give a tensor a layer")
+        raise _mismatch(axes, "name the layer axis, or give one tensor for each layer")
     _check_rank(tensors, axes)
     at = axes.index("layer")
     cut = (slice(None),) * at
@@ -188,7 +189,7 @@ def _parts(
         arrays = list(np.moveaxis(arrays[0], axes.index("kv"), 0))
         axes = tuple(name for name in axes if name != "kv")
     if len(arrays) != group.parts:
-        raise LayoutMismatchError("kv", len(arrays), f"give {group.parts} parts of each layer")
+        raise LayoutMismatchError("kv", len(arrays), f"give {group.parts} parts a layer")
     return [_ordered(array, axes, group) for array in arrays]
 
 

@@ -92,19 +92,19 @@ class PrefillMeter:
     """
 
     def __init__(self) -> None:
-        self._seen: deque[tuple[float, int]] = deque(maxlen=SAMPLES_KEPT)
+        self._samples: deque[tuple[float, int]] = deque(maxlen=SAMPLES_KEPT)
         self._lock = threading.Lock()
 
     def observe(self, tokens: int, seconds: float) -> None:
         """Record that *tokens* took *seconds*; fewer than LEAST_TOKENS are ignored."""
         if tokens >= LEAST_TOKENS and seconds > 0:
             with self._lock:
-                self._seen.append((seconds / tokens, tokens))
+                self._samples.append((seconds / tokens, tokens))
 
     def model(self, doubt: float = 1.0) -> PrefillModel | None:
         """Return the cost of a token, times *doubt*; None before the first sample."""
         with self._lock:
-            samples = sorted(self._seen)
+            samples = sorted(self._samples)
         left = sum(tokens for _, tokens in samples) / 2
         for token_s, tokens in samples:
             left -= tokens
@@ -212,7 +212,7 @@ class LevelledChunk:
 
     def __post_init__(self) -> None:
         if self.tokens < 1 or self.raw_bytes < 1:
-            raise InvalidRequestError("tokens", (self.tokens, self.raw_bytes), "positive numbers")
+            raise InvalidRequestError("tokens", (self.tokens, self.raw_bytes), "give counts over 0")
         if any(later <= one for one, later in pairwise((0, *self.end_bytes))):
             raise InvalidRequestError("end_bytes", self.end_bytes, "must grow with each level")
 
@@ -247,9 +247,9 @@ class PlanTerms:
     def __post_init__(self) -> None:
         if not (self.deadline_s > 0 and self.decode_bytes_per_s >= 0):
             wrong = (self.deadline_s, self.decode_bytes_per_s)
-            raise InvalidRequestError("deadline_s or decode_bytes_per_s", wrong, "positive numbers")
+            raise InvalidRequestError("deadline_s, decode_bytes_per_s", wrong, "give them over 0")
         if self.tail_tokens < 0:
-            raise InvalidRequestError("tail_tokens", self.tail_tokens, "a count, or 0")
+            raise InvalidRequestError("tail_tokens", self.tail_tokens, "give a count, or 0")
 
     @property
     def deadline_ms(self) -> int:
@@ -320,12 +320,12 @@ class Progress:
             MISSING <= has < len(chunk.end_bytes)
             for has, chunk in zip(self.levels, self.chunks, strict=True)
         ):
-            raise InvalidRequestError("levels", self.levels, "a level of each chunk")
+            raise InvalidRequestError("levels", self.levels, "give a level of each chunk")
         if not self.terms.decode_bytes_per_s:
-            raise InvalidRequestError("decode_bytes_per_s", 0, "give what decoding takes")
+            raise InvalidRequestError("decode_bytes_per_s", 0, "give the decode speed")
 
     @property
-    def is_beside(self) -> bool:
+    def is_concurrent(self) -> bool:
         """Whether the engine computes while chunks load."""
         return self.terms.prefill is not None and not self.terms.loads_first
 
@@ -341,7 +341,7 @@ class Progress:
     def left_s(self) -> float:
         """Return the engine's time for the missing chunks and the tail."""
         terms, levels, sizes = self.terms, self.levels, self._sizes
-        if not self.is_beside:
+        if not self.is_concurrent:
             loaded = sum(1 for _ in takewhile(lambda has: has >= 0, levels))
             return terms.compute_s(self.chunks, loaded)
         missing = [size for size, has in zip(sizes, levels, strict=True) if has == MISSING]
@@ -414,7 +414,7 @@ class Progress:
         # If computing everything meets the deadline, loads may not delay it.
         is_met = self.elapsed_s + terms.compute_s(self.chunks) <= terms.deadline_s
         is_over = terms.deadline_s <= terms.later_s(self.chunks)
-        if not self.is_beside and min(ready_s) > self._due_s and not is_met and not is_over:
+        if not self.is_concurrent and min(ready_s) > self._due_s and not is_met and not is_over:
             # Late unless the link has become faster: trying costs ``later_s`` at most.
             soonest = splits[0]
         return self._refined(soonest, mean)
@@ -431,7 +431,7 @@ class Progress:
         batch: list[Fetch] = []
         for level in range(max(found.actions, default=RECOMPUTE) + 1):
             order = range(len(found.actions))
-            for at in reversed(order) if self.is_beside and not level else order:
+            for at in reversed(order) if self.is_concurrent and not level else order:
                 if budget_bytes > 0 and self.levels[at] < level <= found.actions[at]:
                     ends = (0, *self.chunks[at].end_bytes)
                     start = max(ends[level], arrived_bytes[at])
@@ -464,7 +464,7 @@ class Progress:
         """Return where the loads may begin, or, with ``loads_first``, end; first the one that
         computes least.
         """
-        if self.is_beside:
+        if self.is_concurrent:
             here = (at for at, has in enumerate(self.levels) if has >= 0)
             low, high = self.begun, min(here, default=self._loadable)
         else:
@@ -473,13 +473,13 @@ class Progress:
             if self.terms.prefill is None:
                 return [high]
         step = max(1, (high - low) // SPLITS_TRIED)
-        if self.is_beside:
+        if self.is_concurrent:
             return [*range(low, high, step), high]
         return [*range(high, low, -step), low]
 
     def _loading(self, split: int) -> list[int]:
         """Return the actions of *split*, with the base level of chunks to load."""
-        first, stop = (split, self._loadable) if self.is_beside else (self.begun, split)
+        first, stop = (split, self._loadable) if self.is_concurrent else (self.begun, split)
         return [
             max(has, 0) if first <= at < stop else RECOMPUTE for at, has in enumerate(self.levels)
         ]

@@ -62,7 +62,7 @@ class SegmentQuery:
     def __post_init__(self) -> None:
         check_tag(self.tag)
         if self.max_variants < 0:
-            raise InvalidRequestError("max_variants", self.max_variants, "a count, or 0")
+            raise InvalidRequestError("max_variants", self.max_variants, "give a count, or 0")
 
 
 @dataclass(frozen=True, slots=True)
@@ -173,7 +173,7 @@ def find_segments(
     found = resolved.found
     if found.rope != link.model.rope:
         resolved.release()
-        raise ModelError("rope", found.rope, f"ours is {link.model.rope}")
+        raise ModelError("rope", found.rope, f"the client's model has {link.model.rope}")
     return resolved
 
 
@@ -220,7 +220,7 @@ def resolution_from_message(
         segments = tuple(_segment(one, wanted, names) for one, wanted in pairs)
         return as_value(Resolution, message, segments=segments)
     except (ValueError, IndexError) as error:
-        raise KVStoreError(f"the server's answer about segments is damaged: {error}") from None
+        raise KVStoreError(f"the server's reply about segments is invalid: {error}") from None
 
 
 def _segment(
@@ -232,9 +232,9 @@ def _segment(
             raise ValueError(f"{len(one.priority)} priorities for {chunk.tokens} tokens")
         variants = tuple(_variant(variant, names) for variant in one.variants)
         if one.exact and [variant.digest for variant in variants] != [chunk.digest]:
-            raise ValueError("an exact chunk of another name")
+            raise ValueError("an exact chunk with another digest")
         if variants and not (one.exact or asked.approximate):
-            raise ValueError("variants where none were asked for")
+            raise ValueError("variants that were not requested")
         chunks.append(ResolvedChunk(one.exact, variants, one.priority))
     if not 0 <= message.ratio <= 1:
         raise ValueError(f"ratio {message.ratio}")
@@ -243,24 +243,24 @@ def _segment(
 
 def _variant(message: pb.Variant, names: Sequence[str]) -> Variant:
     if len(message.digest) != DIGEST_BYTES or len(message.parent) != DIGEST_BYTES:
-        raise ValueError("a digest of another length")
+        raise ValueError(f"a digest that is not {DIGEST_BYTES} bytes")
     return as_value(Variant, message, tier=names[message.tier])
 
 
 def segment_batches(segments: Sequence[NamedSegment], limit: int) -> list[list[NamedSegment]]:
     """Return groups of at most *limit* chunks, in order; longer segments are cut."""
     groups: list[list[NamedSegment]] = [[]]
-    room = limit
+    space = limit
     for one in segments:
         start = one.start
         for first, some in batches(one.chunks, limit):
             is_last = first + len(some) == len(one.chunks)
             stop = one.stop if is_last else some[-1].stop
-            if len(some) > room:
+            if len(some) > space:
                 groups.append([])
-                room = limit
+                space = limit
             groups[-1].append(replace(one, start=start, stop=stop, chunks=tuple(some)))
-            room -= len(some)
+            space -= len(some)
             start = stop
     return groups
 

@@ -76,7 +76,7 @@ class ServerLink:
         # Guards the three above; held while a session opens, so that only one does.
         self._lock = threading.RLock()
         # Held to drop a session, without waiting for one to open.
-        self._giving_up = threading.Lock()
+        self._drop_lock = threading.Lock()
 
     # --- the session
 
@@ -120,7 +120,7 @@ class ServerLink:
         try:
             return self._transport(session, left_ms)
         except BaseException:
-            session.say(session.close)  # in the session's thread: the caller need not wait
+            session.run_last(session.close)  # in the session's thread: the caller need not wait
             raise
 
     def _transport(self, session: Session, left_ms: LeftMs) -> Transport:
@@ -162,7 +162,7 @@ class ServerLink:
                 self.renew(transport, left_ms())
             return work(self.connected(left_ms), left_ms)
         except DeadlineError as error:
-            self.connection.breaker.note_whole(error, granted_ms)
+            self.connection.breaker.record_call(error, granted_ms)
             raise
 
     def renew(self, transport: Transport, deadline_ms: int = 0) -> None:
@@ -174,13 +174,13 @@ class ServerLink:
                 pass
             else:
                 return
-        if self._give_up(transport):
+        if self._drop_session(transport):
             session = transport.session
-            session.say(lambda: session.close(tell_server=False))  # no wait for a heartbeat
+            session.run_last(lambda: session.close(notify_server=False))  # no wait for a heartbeat
 
-    def _give_up(self, transport: Transport) -> bool:
+    def _drop_session(self, transport: Transport) -> bool:
         """Close *transport* if it is the current one; return whether it was."""
-        with self._giving_up:
+        with self._drop_lock:
             if self.transport is not transport:
                 return False
             self.transport = None
@@ -190,7 +190,7 @@ class ServerLink:
     def end_session(self) -> None:
         """End the session, if there is one; the next call opens another."""
         transport = self.transport
-        if transport is not None and self._give_up(transport):
+        if transport is not None and self._drop_session(transport):
             transport.session.close()
 
     def end_if_hung(self) -> bool:
@@ -220,7 +220,7 @@ class ServerLink:
         """
         transport = self.transport
         if transport is not None:
-            transport.session.say(self.close)
+            transport.session.run_last(self.close)
 
     def left(self) -> ServerLink:
         """In a child: leave everything to the parent; return a new link. Sends nothing."""
@@ -238,7 +238,9 @@ class ServerLink:
         """Call *method* without a session, or with that of *request*."""
         return self.connection.call(method, request, deadline_ms or self.options.deadline_ms, reply)
 
-    def ask(self, method: str, request: Any, keys: Sequence[ChunkKey], reply: type[T]) -> list[T]:
+    def call_keys(
+        self, method: str, request: Any, keys: Sequence[ChunkKey], reply: type[T]
+    ) -> list[T]:
         """Call *method* for *keys*, a batch at a time; return the replies."""
 
         def work(transport: Transport, left_ms: LeftMs) -> list[T]:

@@ -160,7 +160,7 @@ def stat_from_message(message: pb.ChunkStat) -> ChunkStat:
     try:
         return as_value(ChunkStat, message, idle_s=idle_s, expires_s=message.expires_s or None)
     except ValueError as error:
-        raise KVStoreError(f"the server's reply cannot be read: {error}") from None
+        raise KVStoreError(f"the server's reply is invalid: {error}") from None
 
 
 def status_from_message(message: pb.StatusResponse) -> ServerStatus:
@@ -298,7 +298,7 @@ def page_from_message(message: pb.EventsResponse) -> EventPage:
 
 def _event(event: pb.ChunkEvent) -> ChunkEvent:
     if len(event.key) != KEY_BYTES or len(event.parent) not in (0, DIGEST_BYTES):
-        raise InvalidRequestError("key", event.key.hex(), "the server's events make no sense")
+        raise InvalidRequestError("key", event.key.hex(), "the server sent an invalid event")
     space, accuracy = event.key[:DIGEST_BYTES], event.accuracy
     return ChunkEvent(
         ChunkKey(event.key),
@@ -316,29 +316,29 @@ async def followed(stream: EventStream) -> AsyncGenerator[EventPage, None]:
     """
     loop = asyncio.get_running_loop()
     pages: asyncio.Queue[EventPage | KVStoreError | None] = asyncio.Queue()
-    room = threading.Semaphore(PAGES_AHEAD)
+    slots = threading.Semaphore(PAGES_AHEAD)
 
-    def tell(what: EventPage | KVStoreError | None) -> None:
+    def push(what: EventPage | KVStoreError | None) -> None:
         with suppress(RuntimeError):  # the loop is closed
             loop.call_soon_threadsafe(pages.put_nowait, what)
 
     def read() -> None:
         try:
             for page in stream:
-                room.acquire()
-                tell(page)
+                slots.acquire()
+                push(page)
         except KVStoreError as error:
-            tell(error)
+            push(error)
         else:
-            tell(None)
+            push(None)
 
     threading.Thread(target=read, name="kvstore-events", daemon=True).start()
     try:
         while (page := await pages.get()) is not None:
             if isinstance(page, KVStoreError):
                 raise page
-            room.release()
+            slots.release()
             yield page
     finally:
         stream.close()
-        room.release(PAGES_AHEAD)
+        slots.release(PAGES_AHEAD)

@@ -11,6 +11,7 @@ import os
 import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
@@ -41,6 +42,8 @@ _PACES = 3
 _ONCE_MORE = 2 / 3
 """Share of that for a second call: this process may not have run when the first answer arrived."""
 _PROC = Path("/proc")
+_FAULTS = (AttributeError, LookupError, RuntimeError, TypeError, ValueError)
+"""What counting may raise, and protobuf for what are no counts by names."""
 _RUNNING = ("R", "D")
 """States of a thread that has, or waits for, a core or a disk (proc(5))."""
 
@@ -104,12 +107,12 @@ class Session:
         space, boot_id = Namespace(reply.key_namespace), reply.server.boot_id
         self.terms = as_value(SessionTerms, reply, namespace=space, boot_id=boot_id)
         if not (reply.max_message_bytes and reply.heartbeat_ms and reply.max_batch_chunks):
-            raise InvalidRequestError("server", connection.address, "its terms make no sense")
+            raise InvalidRequestError("server", connection.address, "it sent invalid session terms")
         self.pace_s = FIRST_PACE_S
         """The time of the slowest recent answer, decaying."""
         self._is_closed = False
         # The only queue that is safe to put to during garbage collection.
-        self._words: SimpleQueue[Callable[[], None]] = SimpleQueue()
+        self._queue: SimpleQueue[Callable[[], None]] = SimpleQueue()
         self._thread = threading.Thread(target=self._beat, name="kvstore-heartbeat", daemon=True)
         self._thread.start()
 
@@ -120,7 +123,7 @@ class Session:
                 self.measure_pace(kept=1.0 if number else 0.0)
         while not self._is_closed:
             try:
-                self._words.get(timeout=period_s)()
+                self._queue.get(timeout=period_s)()
             except Empty:
                 self._beat_once()
 
@@ -133,17 +136,18 @@ class Session:
         except KVStoreError:
             return  # the next call fails and opens another session
 
-    def say(self, last: Callable[[], None]) -> None:
+    def run_last(self, last: Callable[[], None]) -> None:
         """Run *last*, which closes the session, in the heartbeat thread. Takes no lock."""
-        self._words.put(last)
+        self._queue.put(last)
 
     def heartbeat(self, deadline_ms: int = 0) -> bool:
         """Send a heartbeat; return whether the server drains. *deadline_ms* as in ``__init__``.
 
         Raises LeaseExpiredError when the server no longer has the session.
         """
-        counts = {name: count for name, count in dict(self._counts()).items() if count > 0}
-        request = pb.HeartbeatRequest(session_id=self.terms.session_id, counts=counts)
+        request = pb.HeartbeatRequest(session_id=self.terms.session_id)
+        with suppress(*_FAULTS):  # an engine whose counts fail keeps its session and its leases
+            request.counts.update({n: count for n, count in self._counts().items() if count > 0})
         within_ms = deadline_ms or self.options.deadline_ms
         reply = self.connection.call("Heartbeat", request, within_ms, pb.HeartbeatResponse)
         self.peers = list(reply.peers)
@@ -160,15 +164,15 @@ class Session:
         if connection.answers(self.options.deadline_ms / 1000) and not connection.breaker.is_open:
             self.pace_s = max(connection.clock() - began, kept * self.pace_s)
 
-    def close(self, *, tell_server: bool = True) -> None:
+    def close(self, *, notify_server: bool = True) -> None:
         """Stop the heartbeats and end the session. Idempotent; ignores an unreachable server."""
         if self._is_closed:
             return
         self._is_closed = True
         if threading.current_thread() is not self._thread:
-            self._words.put(lambda: None)
+            self._queue.put(lambda: None)
             self._thread.join()
-        if tell_server:
+        if notify_server:
             request = pb.CloseSessionRequest(session_id=self.terms.session_id)
             try:
                 self.connection.call(
@@ -239,5 +243,5 @@ def is_silent(connection: Connection, pace_s: float = FIRST_PACE_S) -> bool:
 
     Takes 20 ms at most if answers take 3 ms or less; a remote or slow server gets more time.
     """
-    patience_s = max(PULSE_S, _PACES * pace_s)
-    return not any(map(connection.answers, (patience_s, _ONCE_MORE * patience_s)))
+    within_s = max(PULSE_S, _PACES * pace_s)
+    return not any(map(connection.answers, (within_s, _ONCE_MORE * within_s)))

@@ -190,16 +190,16 @@ class LeasedViews:
         TierUnavailableError when the server does not give the slab.
         """
         if not self._found:
-            self._found = self._look()
+            self._found = self._check_all()
         found = self._found[index]
         if found is None:
-            return self._look_closer(index)
+            return self._check_one(index)
         slab, start, generation = found
         if slab.words[start // WORD_BYTES - 1] != generation:
             slab.confirm(start, generation)  # raises
         return ChunkView(self._keys[index], slab, start, generation, self._whole)
 
-    def _look_closer(self, index: int) -> ChunkView | None:
+    def _check_one(self, index: int) -> ChunkView | None:
         places = unpack_places(self._rows)
         place = places[index] if index < len(places) else NOWHERE
         if place.reach != MEMORY:
@@ -208,10 +208,10 @@ class LeasedViews:
         slab.confirm(place.offset, place.generation)
         return view_at(self._keys[index], place, slab, self._whole)
 
-    def _look(self) -> list[tuple[SlabMap, int, int] | None]:
+    def _check_all(self) -> list[tuple[SlabMap, int, int] | None]:
         """Check the places of all whole chunks, a slab at a time: one by one takes twice as long.
 
-        If one of them is wrong, none of its slab is found here: ``_look_closer`` then checks each
+        If one of them is wrong, none of its slab is found here: ``_check_one`` then checks each
         by itself and reports only that one.
         """
         found: list[tuple[SlabMap, int, int] | None] = [None] * len(self._keys)

@@ -34,9 +34,9 @@ logger = structlog.get_logger(__name__)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Serve until a signal ends it. Returns the exit status: 0, or 2 when it could not start."""
+    """Serve until a signal. Return the exit status: 0, or 2 when it could not start."""
     try:
-        os.umask(0o077)  # what it writes is nobody else's to read
+        os.umask(0o077)  # other users must not read its files
         config = load_config(sys.argv[1:] if argv is None else argv)
         _set_up_logs(config)
         keep_freed_memory()
@@ -53,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     signals, out = _listen_for_signals(), _Output(sys.stdout)
     node.start()
-    gc.freeze()  # what is there now stays: to look through it stops all calls for 0.1 s or more
+    gc.freeze()  # permanent objects: collecting them stops all calls for 0.1 s or more
     where = join_endpoint(parse_endpoint(config.listen)[0], node.port)
     tiers = ",".join(config.tiers)
     recovered = f"recovered_chunks={node.recovered_chunks}"
@@ -66,8 +66,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Output:
-    """A standard stream whose reader may have gone: what is written then is lost, and no call fails
-    for it, nor the end of the process.
+    """A standard stream whose reader may be gone: further output is lost, and neither a call nor
+    the exit of the process fails.
     """
 
     def __init__(self, stream: TextIO) -> None:
@@ -79,18 +79,18 @@ class _Output:
             self._stream.flush()
         except OSError:
             nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # Python writes what is left as it ends
+            os.dup2(nowhere, self._stream.fileno())  # Python flushes the rest at exit
             os.close(nowhere)
 
     def flush(self) -> None:
-        """Nothing waits."""
+        """Do nothing: ``write`` flushes."""
 
 
 def _listen_for_signals() -> int:
-    """Return a descriptor from which the numbers of signals can be read that have come.
+    """Return a descriptor from which the numbers of received signals can be read.
 
-    Python's handlers run in the main thread, which waits on; a kernel may give the signal to any
-    other. What is written here wakes the main thread whichever got it.
+    The kernel may deliver a signal to any thread, while Python's handlers run in the main thread;
+    reading the descriptor wakes the main thread in any case.
     """
     signals, wakeup = os.pipe()
     os.set_blocking(wakeup, False)
@@ -101,10 +101,10 @@ def _listen_for_signals() -> int:
 
 
 def keep_freed_memory() -> None:
-    """Have glibc keep what messages of a megabyte free, rather than give it back each time.
+    """Make glibc keep memory freed by messages of a megabyte, rather than return it each time.
 
-    Faulting the pages in again costs more than all copies of the message together: gets over
-    gRPC went from 0.41 to 1.05 GB/s with this.
+    Page faults would cost more than all copies of the message: this raised gets over gRPC from
+    0.41 to 1.05 GB/s.
     """
     mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
     if mallopt is not None:

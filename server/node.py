@@ -1,4 +1,4 @@
-"""A Node: one server with everything it owns, put together from its configuration."""
+"""The Node: one server and all its parts, built from its configuration."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ PartT = TypeVar("PartT")
 
 
 def run_jobs(jobs: Iterable[Callable[[], object]]) -> None:
-    """Run each job once. An error of one is logged and does not stop the others."""
+    """Run each job once. An error is logged and does not stop the others."""
     for job in jobs:
         name = getattr(job, "__qualname__", "job")
         try:
@@ -76,9 +76,9 @@ def run_jobs(jobs: Iterable[Callable[[], object]]) -> None:
 
 
 class Node:
-    """One server: tiers, store, Unix socket and gRPC. ``port`` is the one it got.
+    """One server: tiers, store, Unix socket and gRPC. ``port`` is the bound one.
 
-    Raises KVStoreError, and leaves nothing open, when something it was to use cannot be used.
+    Raises KVStoreError, and leaves nothing open, when a part cannot be opened.
     """
 
     def __init__(self, config: Settings, clock: Clock = time.monotonic) -> None:
@@ -102,12 +102,12 @@ class Node:
             self._opened = self._opened.pop_all()
 
     def _open(self, part: PartT) -> PartT:
-        """Return *part*, which is closed in the end, before what was opened before it."""
+        """Return *part*; parts are closed in reverse order of opening."""
         self._opened.callback(cast("Any", part).close)
         return part
 
     def _open_store(self) -> None:
-        """Open the tiers and the store, and what learns from it; sessions and who may call."""
+        """Open the tiers, the store with its saved state, sessions and authorization."""
         config, clock = self._config, self._clock
         if config.assets is not None:
             ASSETS.load_folder(config.assets)
@@ -136,7 +136,7 @@ class Node:
                 slot.tracing = self._tracing
 
     def _open_calls(self) -> None:
-        """Open all ways in, and what they answer with once they are started."""
+        """Open all transports and the parts behind them; ``start`` starts them."""
         config, clock, store, trust = self._config, self._clock, self.store, self.trust
         self.unix_server = self._open_unix_server()
         most_chunks, most_bytes = config.limits.max_batch_chunks, config.max_frame_bytes
@@ -184,7 +184,7 @@ class Node:
             self._jobs.append(http.tick)
 
     def _open_events(self, boot_id: int) -> tuple[EventLog | None, EventPublisher | None]:
-        """Return the log that the RPC reads, and what publishes it. Events count from here on."""
+        """Return the event log of the RPC, and its publisher. Events are logged from here on."""
         config, catalog = self._config, self.store.catalog
         if not config.limits.events_kept:
             return None, None
@@ -259,11 +259,11 @@ class Node:
         return descriptor, os.fstat(descriptor).st_size
 
     def start(self) -> None:
-        """Begin to serve."""
+        """Start to serve."""
         self._is_started = True
         self._grpc.start()
         self._maintenance.start()
-        self._learner.start()  # which looks whether the other lives
+        self._learner.start()  # checks that the maintenance thread is alive
         self._scrub.start()
         if self.directory is not None:
             self.directory.start()
@@ -283,7 +283,7 @@ class Node:
             self._health.set(name, states.SERVING if is_well else states.NOT_SERVING)
 
     def is_alive(self) -> bool:
-        """Whether every thread the node depends on lives."""
+        """Whether all threads that the node depends on are alive."""
         parts = (self.store.moves.work_queue, self._maintenance, self._learner, self.unix_server,
                  self.bulk, self.publisher)  # fmt: skip
         return all(part is None or part.is_alive() for part in parts)
@@ -295,7 +295,7 @@ class Node:
     def _check_health(self) -> None:
         if not (alive := self.is_alive()):
             if self._stopping.is_set():
-                return  # its threads end by themselves
+                return  # its threads are ending
             logger.error("a worker died; health fails until the restart")
         if self.sessions.is_draining or not alive:  # drained over the RPC
             self._set_health(serving=False)
@@ -305,23 +305,23 @@ class Node:
             run_jobs(self._jobs)
 
     def _learn(self) -> None:
-        """Tell the policies what happened, so that no request has to wait for that."""
+        """Update the policies in the background, so that no request waits for it."""
         while not self._stopping.is_set():
             self.store.catalog.drain(TICK_S)
             if self._saved_state is not None:
                 self._saved_state.save_if_due()
             self._content_reader.step()
             if not self._maintenance.is_alive() and not self._stopping.is_set():
-                self._check_health()  # as its thread would
+                self._check_health()  # in place of the maintenance thread
 
     def stop(self, grace_s: float) -> bool:
-        """Drain, let running calls end, release everything. Return whether the drain was clean."""
+        """Drain, finish running calls, release everything. Return whether the drain was clean."""
         self._set_health(serving=False)
         self.sessions.drain()
         deadline = self._clock() + grace_s
         self.store.drain(deadline)
         self._stopping.set()
-        self.store.catalog.state.news.set()  # the learner waits for them
+        self.store.catalog.state.news.set()  # wakes the learner
         for thread in (self._maintenance, self._learner):
             if thread.is_alive():
                 thread.join()
@@ -330,7 +330,7 @@ class Node:
         self._grpc.stop(min(grace_s, 2.0)).wait()
         if self.unix_server is not None:
             self.unix_server.close()
-        # Puts that had begun may have landed behind the first pass.
+        # Puts begun earlier may have been stored after the first drain.
         clean = self.store.drain(deadline)
         self.store.writes.close()
         if self._saved_state is not None:
@@ -339,12 +339,12 @@ class Node:
         return clean
 
     def _end_grpc(self) -> None:
-        if not self._is_started:  # gRPC lets go of a port only after it was started
+        if not self._is_started:  # gRPC releases a port only after a start
             self._grpc.start()
         self._grpc.stop(None).wait()
 
 
 def tenant_salts(config: Settings) -> Callable[[str], bytes]:
-    """Return the function from a tenant to its salt: HMAC-SHA256 under the server's secret."""
+    """Return a function from tenant to salt: HMAC-SHA256 under the server's secret."""
     secret = config.secret_file.read_bytes() if config.secret_file is not None else b""
     return lambda tenant: hmac.digest(secret, tenant.encode(), "sha256")

@@ -1,4 +1,4 @@
-"""Puts a store together from the settings: tiers, policies, catalog and moves."""
+"""Builds a store from the settings: tiers, policies, catalog and moves."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ if TYPE_CHECKING:  # their files load torch, and gRPC's client
 
 PIN_LIMIT_PERCENT = 50
 LOADS_AT_ONCE = {"gpu": 1, "disk": 2, "peer": 4, "redis": 3}
-"""Loading threads of each tier: one reads while the other verifies what it read."""
+"""Loading threads per tier: one reads while another verifies."""
 FINDS_AT_ONCE = {"peer": 2, "redis": 1}
 
 Clock = Callable[[], float]
@@ -108,7 +108,7 @@ def open_gpu_tier(config: GpuConfig) -> GpuTier:
 
 
 def _open_peer_tier(config: Settings, counters: Counters, clock: Clock) -> PeerTier:
-    """Return the memory of other servers. Raises InvalidRequestError for a key that it betrays."""
+    """Return the peer tier. Raises InvalidRequestError if a key would be sent in plain text."""
     from kvstore.server.cluster.peer_connections import dial_peer, key_metadata
     from kvstore.server.cluster.peer_tier import PeerTier
     from kvstore.server.cluster.peers import Peers
@@ -121,8 +121,8 @@ def _open_peer_tier(config: Settings, counters: Counters, clock: Clock) -> PeerT
 
 
 def hiding(config: Settings) -> Callable[[Tier], Tier]:
-    """Return what encrypts a tier, which without keys does nothing; it reads a replaced file of
-    keys again. Raises InvalidRequestError for one that cannot be used.
+    """Return a function that encrypts a tier, or returns it as it is without keys; a changed key
+    file is reloaded. Raises InvalidRequestError for an unusable one.
     """
     path = config.encryption_keys
     if path is None:
@@ -150,8 +150,8 @@ def make_policies(
 ) -> tuple[ChunkMetadata, dict[str, EvictionPolicy]]:
     """Return the metadata that all policies rank by, and the policy of each tier.
 
-    *capacities* has the bytes of each tier that is used; *clock* ends long decisions. Raises
-    InvalidRequestError when more of a tier is guaranteed than it has.
+    *capacities* are in bytes by tier; *clock* limits the time of decisions. Raises
+    InvalidRequestError when guarantees exceed the capacity of a tier.
     """
     # Nothing is evicted from a tier without a size.
     names = {tier: config.policy[tier] if size else "lru" for tier, size in capacities.items()}
@@ -186,7 +186,7 @@ def make_policies(
 
 
 def _by_tenant(config: Settings, tier: str) -> dict[str, Quota]:
-    """Return what tenants may take of *tier*: a rule for this one wins over one for each."""
+    """Return the quotas of tenants on *tier*: a rule for this tier overrides one for all."""
     rules = sorted(config.tenant_quotas, key=lambda rule: rule.tier != "")
     of_tier = (rule for rule in rules if rule.tier in ("", tier))
     quotas = {rule.tenant: Quota(rule.quota, rule.guaranteed) for rule in of_tier}
@@ -204,8 +204,8 @@ def build_store(
     opened: ExitStack,
     new_id: Callable[[], int],
 ) -> Store:
-    """Open the configured tiers, which *opened* closes, and put a store over them. *new_id* returns
-    unpredictable numbers below 2^64.
+    """Open the configured tiers, which *opened* closes, and return a store over them. *new_id*
+    returns unpredictable numbers below 2^64.
     """
     tiers = open_tiers(config, counters, clock, opened)
     capacities = {tier.name: tier.capacity_bytes for tier in tiers}
@@ -247,7 +247,7 @@ def _slot(
     encoder = TierCodec(LOSSLESS if is_auto(name) else name, by_tenant, models.terms_of)
     if is_auto(name):
         encoder.name = f"{name}, measuring"
-        # It promises no durable puts before it has chosen, where it may choose a loss.
+        # If it may choose a lossy codec, it offers no durable puts before it has chosen.
         encoder.is_exact &= auto_accuracy(name) is Accuracy.exact
     rule = config.write.get(tier.name)
     return TierSlot(
@@ -257,5 +257,5 @@ def _slot(
 
 
 def batch_parallelism() -> dict[str, int]:
-    """Return how many threads load from one server, by queue: of more than cores all are late."""
+    """Return how many threads may load from one peer, by queue: more than cores slow all down."""
     return {"load-peer": len(os.sched_getaffinity(0))}

@@ -23,10 +23,10 @@ from bench.lib.workload import MIB
 from kvstore.proto.buffers import Bytes
 
 CHUNK_BYTES, PART_BYTES = 8 * MIB, 1 << 18
-_PIECE_BYTES, _ON_THEIR_WAY = 1 << 18, 2
+_PIECE_BYTES, _IN_FLIGHT = 1 << 18, 2
 """Pieces of Redis values in flight: with more, the data that Redis copied leaves the caches."""
 Work = Callable[[], object]
-Bring = Callable[[], int]
+Transfer = Callable[[], int]
 """Transfers bytes and returns how many."""
 
 
@@ -81,7 +81,7 @@ def _receive(link: socket.socket, out: Bytes, flags: int = socket.MSG_WAITALL) -
 
 
 @contextmanager
-def raw_stream(size_bytes: int, *, summed: bool = False) -> Iterator[Bring]:
+def raw_stream(size_bytes: int, *, summed: bool = False) -> Iterator[Transfer]:
     """Run a process that sends over TCP; yield a receiver into allocated memory."""
     out = np.zeros(size_bytes, np.uint8)
     step = PART_BYTES if summed else size_bytes
@@ -103,7 +103,7 @@ def raw_stream(size_bytes: int, *, summed: bool = False) -> Iterator[Bring]:
 
 
 @contextmanager
-def raw_zmq(size_bytes: int) -> Iterator[Bring]:
+def raw_zmq(size_bytes: int) -> Iterator[Transfer]:
     out = np.zeros(size_bytes, np.uint8)
     link: zmq.Socket[bytes] = zmq.Context.instance().socket(zmq.DEALER)
     with _sender("zmq", size_bytes) as port, link:
@@ -135,22 +135,22 @@ def bare_gets(port: int, database: int, names: Sequence[bytes]) -> Iterator[Work
             return link.recv(64)
 
         exchange(b"SELECT", b"%d" % database)
-        asks: list[bytes] = []
+        commands: list[bytes] = []
         replies: list[Bytes] = []
         for name in names:
             size = int(exchange(b"STRLEN", name)[1:])
             for first in range(0, size, _PIECE_BYTES):
                 end = min(first + _PIECE_BYTES, size)
-                asks.append(_command(b"GETRANGE", name, b"%d" % first, b"%d" % (end - 1)))
+                commands.append(_command(b"GETRANGE", name, b"%d" % first, b"%d" % (end - 1)))
                 framing = len(b"$%d\r\n\r\n" % (end - first))
                 replies.append(np.zeros(framing + end - first, np.uint8))
 
         def read() -> None:
-            link.sendall(b"".join(asks[:_ON_THEIR_WAY]))
-            for at, reply in enumerate(replies, _ON_THEIR_WAY):
+            link.sendall(b"".join(commands[:_IN_FLIGHT]))
+            for at, reply in enumerate(replies, _IN_FLIGHT):
                 _receive(link, reply)
-                if at < len(asks):
-                    link.sendall(asks[at])
+                if at < len(commands):
+                    link.sendall(commands[at])
 
         yield read
 

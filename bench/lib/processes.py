@@ -33,7 +33,7 @@ class PeerSkippedError(Exception):
 def last_line(text: str) -> str:
     """Return the last line that is not blank, as a reason."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1][:200] if lines else "it said nothing"
+    return lines[-1][:200] if lines else "no output"
 
 
 def last_words(log: Path) -> str:
@@ -165,7 +165,7 @@ class Asked:
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
         except OSError:
-            raise PeerSkippedError(f"its client ended: {last_words(self.log)}") from None
+            raise PeerSkippedError(f"its client exited: {last_words(self.log)}") from None
 
     def answer(self) -> dict[str, float]:
         """Return its next line of JSON, skipping other output.
@@ -182,7 +182,7 @@ class Asked:
                     return found
         finally:
             watch.cancel()
-        raise PeerSkippedError(f"its client ended: {last_words(self.log)}")
+        raise PeerSkippedError(f"its client exited: {last_words(self.log)}")
 
     def ask(self, line: str) -> dict[str, float]:
         self.tell(line)

@@ -58,7 +58,7 @@ Part: TypeAlias = Callable[[Report, Path], None]
 def parser_of(text: str | None, parts: Iterable[str] = ()) -> argparse.ArgumentParser:
     """Return the parser of a benchmark with *text* as description; ``--only`` selects *parts*."""
     parser = argparse.ArgumentParser(description=text)
-    parser.add_argument("--json", action="store_true", help="print the JSON line alone")
+    parser.add_argument("--json", action="store_true", help="print only the JSON line")
     if names := list(parts):
         what = f"some of {', '.join(names)}"
         parser.add_argument(

@@ -73,15 +73,15 @@ class EngineProcess:
                 stderr=errors,
                 text=True,
             )
-        self._tell(arguments)
-        assert self._hear() == "ready"
+        self._send(arguments)
+        assert self._receive() == "ready"
 
-    def _tell(self, what: Any) -> None:
+    def _send(self, what: Any) -> None:
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps(what) + "\n")
         self._process.stdin.flush()
 
-    def _hear(self) -> Any:
+    def _receive(self) -> Any:
         assert self._process.stdout is not None
         line = self._process.stdout.readline()
         assert line, f"the engine ended: {self.log.read_text()[-4000:]}"
@@ -89,8 +89,8 @@ class EngineProcess:
 
     def ask(self, do: str, **arguments: Any) -> Any:
         """Request one action of the engine; return its answer."""
-        self._tell({"do": do, **arguments})
-        return self._hear()
+        self._send({"do": do, **arguments})
+        return self._receive()
 
     def generate(self, *prompts: list[int], **arguments: Any) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = self.ask("generate", prompts=prompts, **arguments)

@@ -48,7 +48,7 @@ def abort(llm: LLM, prompts: list[list[int]], steps: int) -> int:
     """Start each prompt and abort all of them after *steps*; return how many are unfinished."""
     engine = llm.llm_engine
     sampling = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
-    names = [f"given-up-{number}" for number in range(len(prompts))]
+    names = [f"aborted-{number}" for number in range(len(prompts))]
     for name, prompt in zip(names, prompts, strict=True):
         engine.add_request(name, TokensPrompt(prompt_token_ids=prompt), sampling)
     for _ in range(steps):
@@ -133,9 +133,9 @@ def counts(llm: LLM) -> dict[str, int]:
     for side, name in ((scheduler._scheduler, "scheduler"), (worker._worker, "worker")):
         counted = getattr(side, "counted", {})
         found.update({f"{name}_{key}": count for key, count in counted.items()})
-        asks = getattr(side, "_lookups" if name == "scheduler" else "_connector", None)
-        if asks is not None:
-            errors = asks.stats()
+        connector = getattr(side, "_lookups" if name == "scheduler" else "_connector", None)
+        if connector is not None:
+            errors = connector.stats()
             found.update({f"{name}_error_{key}": n for key, n in errors.load_errors.items()})
             found.update({f"{name}_store_error_{key}": n for key, n in errors.store_errors.items()})
     return found
@@ -162,7 +162,7 @@ class Stage:
         return True
 
 
-def mend_llvmlite() -> None:
+def patch_llvmlite() -> None:
     """Make llvmlite's library object raise AttributeError for dunder names.
 
     LMCache imports numba, and with it llvmlite, whose library object returns a function for every
@@ -173,18 +173,18 @@ def mend_llvmlite() -> None:
 
     answer = ffi._lib_wrapper.__getattr__
 
-    def asked(library: object, name: str) -> object:
+    def lookup(library: object, name: str) -> object:
         if name.startswith("__") and name.endswith("__"):
             raise AttributeError(name)
         return answer(library, name)
 
-    ffi._lib_wrapper.__getattr__ = asked
+    ffi._lib_wrapper.__getattr__ = lookup
 
 
 def main(packages: str = "") -> None:
     if packages:
         sys.path.append(packages)
-        mend_llvmlite()
+        patch_llvmlite()
     answers = os.fdopen(os.dup(1), "w")
     os.dup2(2, 1)  # keeps vLLM's prints out of the answers
     llm = LLM(**json.loads(sys.stdin.readline()))

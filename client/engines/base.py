@@ -20,7 +20,7 @@ from typing import Any, TypeAlias, TypeVar
 from kvstore.client import planning
 from kvstore.client.chunk import Chunk, LayerTensors, Shard, parents
 from kvstore.client.client import Client
-from kvstore.client.decode import Room as ChunkRooms
+from kvstore.client.decode import Target as ChunkRooms
 from kvstore.client.engines.prefix import (
     ONLY_EXACT,
     About,

@@ -121,16 +121,16 @@ class Outgoing:
             template = replace(self.template, flags=flags) if flags else self.template
             RAW.encode(template, self.tensors, out)
 
-    def pieces(self, room: Callable[[int], Bytes]) -> list[Bytes]:
+    def pieces(self, allocate: Callable[[int], Bytes]) -> list[Bytes]:
         """Return the raw frame in pieces, the first of which is its header.
 
         They are the tensors' own memory; if that is strided, in blocks or a shard, the frame is
-        encoded into a buffer from *room*, which is called with its size.
+        encoded into a buffer from *allocate*, which is called with its size.
         """
         found = RAW.pieces(self.template, self.tensors) if self.shard is None else []
         if found:
             return found
-        frame = room(self.frame_bytes)
+        frame = allocate(self.frame_bytes)
         self.encode(frame)
         return cut_header(frame)
 

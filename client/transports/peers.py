@@ -54,28 +54,28 @@ class PeerReads:
 
     def numbers(self) -> list[int]:
         """Return the servers with a ready connection."""
-        self.note(self._session.peers)
+        self.connect_to(self._session.peers)
         with self._lock:
             known = [(number, one.streams) for number, one in self.lenders.items() if one.streams]
-        self.note(number for number, _ in known)
+        self.connect_to(number for number, _ in known)
         return [number for number, streams in known if streams.is_ready()]
 
-    def note(self, numbers: Iterable[int]) -> None:
+    def connect_to(self, numbers: Iterable[int]) -> None:
         """Request access, in the background, to servers that have chunks this client reads."""
         if not self._session.options.read_peers:
             return
         for number in numbers:
             with self._lock:
                 known = self.lenders.get(number) or _Lender()
-                if self._is_closed or self._clock() < known.due_s or not self._has_room(number):
+                if self._is_closed or self._clock() < known.due_s or not self._has_space(number):
                     continue
                 known.due_s = math.inf
                 self.lenders[number] = known
             threading.Thread(
-                target=self._learn, args=(number, known), name="kvstore-peer-learn", daemon=True
+                target=self._connect, args=(number, known), name="kvstore-peer-connect", daemon=True
             ).start()
 
-    def _has_room(self, number: int) -> bool:
+    def _has_space(self, number: int) -> bool:
         """Whether another may be added; evicts the oldest if needed."""
         if number not in self.lenders and len(self.lenders) >= MAX_LENDERS:
             first = next((n for n, one in self.lenders.items() if one.due_s < math.inf), None)
@@ -84,20 +84,20 @@ class PeerReads:
             _close(self.lenders.pop(first))
         return True
 
-    def _learn(self, number: int, lender: _Lender) -> None:
+    def _connect(self, number: int, lender: _Lender) -> None:
         try:
-            new = self._let_in(number)
+            new = self._opened(number)
         except KVStoreError:
-            self._leave_alone(lender)
+            self._skip(lender)
             return
         with self._lock:
             if not self._is_closed:
                 self.lenders[number], new = new, lender
         _close(new)
 
-    def _let_in(self, number: int) -> _Lender:
+    def _opened(self, number: int) -> _Lender:
         session_id = self._session.terms.session_id
-        asked_at = self._clock()
+        requested_at = self._clock()
         reply: pb.LendPeerResponse = self._session.connection.call(
             "LendPeer",
             pb.LendPeerRequest(session_id=session_id, number=number),
@@ -115,9 +115,9 @@ class PeerReads:
         streams = streams_to(entrance, SILENCE_S)
         with in_use(streams, streams.take(DIAL_S)):  # checks that it can be reached
             pass
-        return _Lender(asked_at + reply.valid_ms / 2000, streams, reply.session_id)
+        return _Lender(requested_at + reply.valid_ms / 2000, streams, reply.session_id)
 
-    def _leave_alone(self, lender: _Lender) -> None:
+    def _skip(self, lender: _Lender) -> None:
         lender.due_s = self._clock() + AGAIN_S
         _close(lender)
 
@@ -157,9 +157,9 @@ class PeerReads:
         except (TierUnavailableError, QuotaExceededError):
             pass  # it is overloaded, or has just restarted
         except KVStoreError:
-            self._leave_alone(lender)
-        came = assembler.next_index
-        return first + came if came < len(digests) // DIGEST_BYTES else None
+            self._skip(lender)
+        arrived = assembler.next_index
+        return first + arrived if arrived < len(digests) // DIGEST_BYTES else None
 
     def leave(self) -> None:
         """In a child: drop the parent's connections."""

@@ -94,7 +94,7 @@ class ShmTransport(Transport):
         self.calls, self.pool = self.rpc, self.rpc.links
         self.slabs = Slabs(self._socket)
         self._peers = PeerReads(session)
-        self._peers.note(session.peers)
+        self._peers.connect_to(session.peers)
         # One put at a time owns the staging memory; held during its copies by design.
         self._put_lock = threading.Lock()
 
@@ -108,10 +108,10 @@ class ShmTransport(Transport):
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
         left_ms = Until(terms.within_ms).left_ms
         if not self._put_lock.acquire(timeout=left_ms() / 1000):
-            raise DeadlineError("other puts had the staging memory all the time")
+            raise DeadlineError("other puts held the staging memory until the deadline")
         try:
             if self.is_spent:
-                raise LeaseExpiredError("the session's staging memory is in doubt: open another")
+                raise LeaseExpiredError("the server may still read the session's staging memory")
             terms = replace(terms, within_ms=left_ms())
             pipeline = PutPipeline(self._staging, self.session, self.rpc, terms)
             try:
@@ -191,7 +191,7 @@ class ShmTransport(Transport):
                 continue
             names, index = reply.places.tier_names, first + reply.index
             if reply.places.peers:
-                self._peers.note(reply.places.peers)
+                self._peers.connect_to(reply.places.peers)
             for (reach, number), run in groupby(unpack_places(reply.places.rows), key=_HOLDER):
                 start, index = index, index + len(places := list(run))
                 if reach != _PEER:
@@ -213,7 +213,7 @@ class ShmTransport(Transport):
             file = FileFrame(self.slabs.file(place.number), place.offset, size_bytes)
             return Arrival(index, tier, size_bytes, file)
         if place.reach != MEMORY:
-            raise InvalidRequestError("reach", place.reach, "this client reads memory and files")
+            raise InvalidRequestError("reach", place.reach, "give memory or a file")
         slab = self.slabs.slab_of(place)
         frame = slab.data[place.offset : place.offset + size_bytes]
         confirm = partial(slab.confirm, place.offset, place.generation)
@@ -300,7 +300,7 @@ class Slabs:
             if slab is None:
                 if len(self._slabs) >= _MAX_SLABS:
                     self._slabs.clear()
-                descriptor, size_bytes = self._ask(unix_socket.Op.slab, number)
+                descriptor, size_bytes = self._request(unix_socket.Op.slab, number)
                 try:
                     memory = mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ)
                 finally:
@@ -325,15 +325,15 @@ class Slabs:
             if file is None:
                 if len(self._files) >= _MAX_FILES:
                     self._files.clear()
-                file = self._files[extent] = OpenFile(*self._ask(unix_socket.Op.extent, extent))
+                file = self._files[extent] = OpenFile(*self._request(unix_socket.Op.extent, extent))
             return file
 
-    def give(self, request: unix_socket.Request, descriptor: int) -> unix_socket.Reply:
+    def send_descriptor(self, request: unix_socket.Request, descriptor: int) -> unix_socket.Reply:
         """Send the server a descriptor; return its reply. Raises TierUnavailableError."""
         with self._lock:
             return self._exchange(request, [descriptor])[0]
 
-    def _ask(self, op: unix_socket.Op, number: int) -> tuple[int, int]:
+    def _request(self, op: unix_socket.Op, number: int) -> tuple[int, int]:
         """Return a descriptor, which the caller closes, and its size."""
         reply, size_bytes, files = self._exchange(unix_socket.Request(op, number))
         if reply is unix_socket.Reply.ok and files:
@@ -341,7 +341,7 @@ class Slabs:
         for descriptor in files:
             os.close(descriptor)
         if reply is unix_socket.Reply.invalid:  # it was freed, with its chunks
-            raise LeaseExpiredError(f"{op.name} {number} is gone; look the chunk up again")
+            raise LeaseExpiredError(f"{op.name} {number} was freed; look the chunk up again")
         raise TierUnavailableError("shm", f"{op.name} {number}: {reply.name}")
 
     def _exchange(
@@ -443,6 +443,7 @@ class PutPipeline:
         self._commits = None if terms.durable else CallQueue()
         self._session_id = session.terms.session_id
         self._terms = terms
+        self._left_ms = Until(terms.within_ms).left_ms
         self._results: list[Put] = []
         self._pending: deque[tuple[list[Put], Sent | None]] = deque()
         """The outcomes of a group's reservations, and its commit in flight."""
@@ -512,10 +513,10 @@ class PutPipeline:
             layout=places,
             layouts=map(layout_to_message, layouts),
             durable=self._terms.durable,
-            deadline_ms=self._terms.within_ms,
+            deadline_ms=self._left_ms(),
             hints=hints_to_message(self._terms.hints),
         )
-        self._reserving.append(self._rpc.send("Reserve", request, self._terms.within_ms))
+        self._reserving.append(self._rpc.send("Reserve", request, request.deadline_ms))
 
     def _reserved(self, place: int = 0) -> pb.ReserveResponse:
         """Wait for the answer to a ``_reserve``, the first or the last one."""
@@ -537,9 +538,9 @@ class PutPipeline:
             reservation_ids=wanted,
             offsets=offsets,
             durable=self._terms.durable,
-            deadline_ms=self._terms.within_ms,
+            deadline_ms=self._left_ms(),
         )
-        sent = self._rpc.send("Commit", request, self._terms.within_ms, self._commits)
+        sent = self._rpc.send("Commit", request, request.deadline_ms, self._commits)
         self._pending.append((outcomes, sent))
         self._open_ids.difference_update(wanted)
 
@@ -564,4 +565,4 @@ class PutPipeline:
         self._open_ids -= unused
         request = pb.AbortRequest(session_id=self._session_id, reservation_ids=unused)
         with suppress(KVStoreError):  # they end with the session
-            self._rpc.call("Abort", request, self._terms.within_ms, pb.AbortResponse)
+            self._rpc.call("Abort", request, self._left_ms(1), pb.AbortResponse)

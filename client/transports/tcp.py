@@ -15,7 +15,7 @@ import numpy as np
 from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S, Pool, Until
-from kvstore.client.frames import Arrival, FrameAssembler, Payload, here
+from kvstore.client.frames import Arrival, FrameAssembler, Payload, received
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.transports.base import (
     Arrivals,
@@ -99,16 +99,16 @@ class FrameStream:
         self._deadline = time.monotonic() + within_s
         """Deadline of the last request."""
         self._woken_by: KVStoreError | None = None
-        self._is_spoiled = False
+        self._has_failed = False
         """A call failed: the position in the stream is unknown."""
-        self._coming: Payload | None = None
+        self._payload: Payload | None = None
         self.requests = 0
         """The number of the last request."""
         self.is_over = True
         """The last request has been answered completely, or by an error."""
         self.frames = 0
         """The frame count in its end message."""
-        self._heard: tuple[pb.StreamMessage, Payload | None] | None = None
+        self._first_answer: tuple[pb.StreamMessage, Payload | None] | None = None
         self._wire = connect_wire(
             entrance.where, entrance.certificate, self._deadline, time.monotonic, "server"
         )
@@ -130,7 +130,7 @@ class FrameStream:
         request.request = self.requests
         self.send(request)
         if not request.HasField("put"):
-            self._heard = self.receive()
+            self._first_answer = self.receive()
         elif not (answer := self.answer()).ready:
             raise InvalidFrameError("kind", answer.WhichOneof("body"), "not an answer to a put")
 
@@ -147,7 +147,7 @@ class FrameStream:
         """Return the answer to the last request, which is not a part. Raises the server's error."""
         message, payload = self.receive()
         if message.request != self.requests or payload is not None:
-            raise InvalidFrameError("request", message.request, f"{self.requests} was asked")
+            raise InvalidFrameError("request", message.request, f"expected {self.requests}")
         if message.HasField("failed"):
             raise bulk.error_of(message.failed)
         return message
@@ -158,16 +158,16 @@ class FrameStream:
         Raises DeadlineError, TierUnavailableError when the server hung up, InvalidRequestError for
         an invalid message, and InvalidFrameError for a part that was not requested.
         """
-        if self._heard is not None:
-            heard, self._heard = self._heard, None
-            return heard
+        if self._first_answer is not None:
+            answer, self._first_answer = self._first_answer, None
+            return answer
         self._set_timeout()
         message, size_bytes = self._try(self._wire.receive)
         if message.HasField("part"):
             if message.request != self.requests:
-                raise InvalidFrameError("request", message.request, f"{self.requests} was asked")
-            self._coming = Payload(size_bytes, partial(self._try, self._wire.fill))
-            return message, self._coming
+                raise InvalidFrameError("request", message.request, f"expected {self.requests}")
+            self._payload = Payload(size_bytes, partial(self._try, self._wire.fill))
+            return message, self._payload
         if message.HasField("failed") and not message.request:  # of the session, not of a request
             raise bulk.error_of(message.failed)
         return message, None
@@ -195,19 +195,19 @@ class FrameStream:
         """Cancel the last get and discard what is in flight, for LEAVE_S at most; past that the
         stream is not reused.
         """
-        is_inside = self._heard is None and self._coming is not None and self._coming.left
-        if self.is_over or self._is_spoiled or is_inside:
+        is_inside = self._first_answer is None and self._payload is not None and self._payload.left
+        if self.is_over or self._has_failed or is_inside:
             return
         self._deadline = min(self._deadline, time.monotonic() + LEAVE_S)
         with suppress(KVStoreError):
-            is_here = self._heard is not None or self.has_more()
-            if is_here and self._pass_by():
+            is_here = self._first_answer is not None or self.has_more()
+            if is_here and self._discard_next():
                 return
             self.send(pb.StreamMessage(request=self.requests, cancel=True))
-            while not self._pass_by():
+            while not self._discard_next():
                 pass
 
-    def _pass_by(self) -> bool:
+    def _discard_next(self) -> bool:
         """Discard the next message; return whether it is the end of a get."""
         message, payload = self.receive()
         if payload is not None:
@@ -223,7 +223,7 @@ class FrameStream:
 
     def is_broken(self) -> bool:
         """Whether the server hung up or sent an unexpected message, or a call failed."""
-        is_ended = self._woken_by is not None or self._is_spoiled or self._wire.fileno() < 0
+        is_ended = self._woken_by is not None or self._has_failed or self._wire.fileno() < 0
         return is_ended or self._wire.has_more()
 
     def close(self) -> None:
@@ -238,7 +238,7 @@ class FrameStream:
         try:
             return call(*terms)
         except KVStoreError as error:
-            self._is_spoiled = True
+            self._has_failed = True
             if not isinstance(error, DeadlineError | TierUnavailableError):
                 raise
             if self._woken_by is not None:
@@ -296,16 +296,17 @@ class BulkTransport(StreamTransport):
     def read(self, plan: ReadPlan) -> Iterator[Arrivals]:
         until = Until(plan.deadline_ms)
         request = self.request(plan, pb.VIA_STREAM)
-        has_room = request.ByteSize() < bulk.MAX_HEADER_BYTES - _REQUEST_SLACK_BYTES
+        fits = request.ByteSize() < bulk.MAX_HEADER_BYTES - _REQUEST_SLACK_BYTES
         with ExitStack() as stack, ExitStack() as begun:
             message = pb.StreamMessage(get=request)
-            stream = begun.enter_context(self._begun(message, until)) if has_room else None
+            stream = begun.enter_context(self._begun(message, until)) if fits else None
             if stream is None:
                 begun.close()  # frees the connection for other calls
                 left = replace(plan, deadline_ms=until.left_ms(1))
                 yield stack.enter_context(super().read(left))
             elif plan.layer_major or plan.ranges:
-                yield Arrivals(self._parts(stream, until), is_layered=plan.layer_major)
+                end = partial(stream.wake, KVStoreError("nothing more is wanted"))
+                yield Arrivals(self._parts(stream, until), is_layered=plan.layer_major, end=end)
             else:
                 frames: list[Bytes] = []
                 stack.callback(self._memory.give, frames)
@@ -326,7 +327,7 @@ class BulkTransport(StreamTransport):
     def _parts(self, stream: FrameStream, until: Until) -> Iterator[Arrival]:
         with self._noted(until):
             for part in stream.parts():
-                yield replace(part, data=here(part.data))
+                yield replace(part, data=received(part.data))
 
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
@@ -353,7 +354,7 @@ class BulkTransport(StreamTransport):
             except TierUnavailableError:
                 stream = None
             except DeadlineError as error:
-                self.session.connection.breaker.note(error, until)
+                self.session.connection.breaker.record(error, until)
                 raise
             yield stream
 
@@ -362,7 +363,7 @@ class BulkTransport(StreamTransport):
         try:
             yield
         except (DeadlineError, TierUnavailableError) as error:
-            self.session.connection.breaker.note(error, until)
+            self.session.connection.breaker.record(error, until)
             raise
 
     @override
@@ -378,7 +379,7 @@ def upload(stream: FrameStream, chunks: Sequence[Outgoing]) -> list[Put]:
     """
     scratch = np.empty(0, np.uint8)
 
-    def room(size_bytes: int) -> Bytes:
+    def buffer(size_bytes: int) -> Bytes:
         nonlocal scratch  # its earlier contents have been sent
         if len(scratch) < size_bytes:
             scratch = np.empty(size_bytes, np.uint8)
@@ -388,7 +389,7 @@ def upload(stream: FrameStream, chunks: Sequence[Outgoing]) -> list[Put]:
     for index, chunk in enumerate(chunks):
         head = pb.StreamPart(index=index, frame_bytes=chunk.frame_bytes)
         message = pb.StreamMessage(request=number, part=head)
-        for part in _parts(chunk.frame_bytes, chunk.pieces(room)):
+        for part in _parts(chunk.frame_bytes, chunk.pieces(buffer)):
             if stream.has_more():
                 kind = stream.answer().WhichOneof("body")
                 raise InvalidFrameError("kind", kind, "not an answer to a part")
@@ -398,7 +399,7 @@ def upload(stream: FrameStream, chunks: Sequence[Outgoing]) -> list[Put]:
     answer = stream.answer()
     outcomes, reasons = answer.stored.outcomes, answer.stored.reasons
     if not (len(outcomes) == len(reasons) == len(chunks) and answer.HasField("stored")):
-        raise InvalidFrameError("answer", answer, f"{len(chunks)} were put")
+        raise InvalidFrameError("answer", answer, f"expected {len(chunks)} outcomes")
     stream.is_over = True
     return read_outcomes(outcomes, reasons)
 
@@ -406,18 +407,18 @@ def upload(stream: FrameStream, chunks: Sequence[Outgoing]) -> list[Put]:
 def _parts(frame_bytes: int, pieces: Sequence[Bytes]) -> Iterator[list[Bytes]]:
     """Cut a frame into the parts of messages; a large frame's header is a part by itself."""
     part: list[Bytes] = []
-    room = bulk.MAX_PAYLOAD_BYTES
+    space = bulk.MAX_PAYLOAD_BYTES
     if frame_bytes > SMALL_FRAME_BYTES:
         yield [pieces[0]]
         pieces = pieces[1:]
     for piece in pieces:
         left = piece
         while len(left):
-            if not room or len(part) == MAX_PIECES:
+            if not space or len(part) == MAX_PIECES:
                 yield part
-                part, room = [], bulk.MAX_PAYLOAD_BYTES
-            part.append(left[:room])
-            room -= len(part[-1])
+                part, space = [], bulk.MAX_PAYLOAD_BYTES
+            part.append(left[:space])
+            space -= len(part[-1])
             left = left[len(part[-1]) :]
     if part:
         yield part

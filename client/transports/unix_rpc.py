@@ -135,7 +135,7 @@ class UnixRpc:
         link, queue = sent.link, sent.queue
         if link is not None:
             if queue is not None:
-                assert sent is queue.unanswered[0], "the answer is another call's"
+                assert sent is queue.unanswered[0], "answers are awaited in call order"
                 queue.unanswered.popleft()
             try:
                 reply = self._receive(sent, link)
@@ -182,11 +182,11 @@ class UnixRpc:
                 answer = unpack_answer(link.recv(MAX_PACKET_BYTES + 1))
             except TimeoutError:
                 error = DeadlineError("the server did not answer in time")
-                breaker.note(error, sent.until)
+                breaker.record(error, sent.until)
                 raise error from None
             except (OSError, InvalidRequestError):
                 return None
-            breaker.note(None)
+            breaker.record(None)
             parts.append(answer.body)
             if answer.reply is Reply.part:
                 continue
@@ -198,7 +198,7 @@ class UnixRpc:
                 return kind.FromString(parts[0] if len(parts) == 1 else b"".join(parts))
             except DecodeError:
                 name = kind.DESCRIPTOR.name
-                raise KVStoreError(f"the server's answer is no {name}") from None
+                raise KVStoreError(f"the server's reply is not a {name}") from None
         return None
 
 

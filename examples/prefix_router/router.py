@@ -47,7 +47,7 @@ class Node:
     store: str
     engine: str
     running: int = 0
-    is_heard: bool = False
+    is_followed: bool = False
     """Whether the store's events arrive; if not, its chunks do not count."""
 
 
@@ -58,7 +58,7 @@ class Places:
         self._limit = limit
         self._held: OrderedDict[bytes, set[tuple[Node, str]]] = OrderedDict()
 
-    def take(self, node: Node, page: EventPage) -> None:
+    def apply(self, node: Node, page: EventPage) -> None:
         """Apply a page of a node's events."""
         if page.cleared:
             self.clear(node)
@@ -103,7 +103,7 @@ class Router:
         self.places = Places()
         self._representation = representation
         self._options = options
-        self._turn = 0
+        self._round = 0
         self._server: asyncio.Server | None = None
         self._followers: list[asyncio.Task[None]] = []
 
@@ -128,9 +128,9 @@ class Router:
                 with suppress(KVStoreError):  # resumes, or a ``cleared`` page starts over
                     async with aclosing(client.events(since)) as pages:
                         async for page in pages:
-                            self.places.take(node, page)
-                            since, node.is_heard = page.place, True
-                node.is_heard = False
+                            self.places.apply(node, page)
+                            since, node.is_followed = page.place, True
+                node.is_followed = False
                 await asyncio.sleep(RETRY_S)
 
     # --- ranking
@@ -139,13 +139,13 @@ class Router:
         """Return the nodes, the best for a prompt first; ties are broken round-robin."""
         size = self._options.chunk_tokens
         digests = chain_digests(tokens, size)
-        self._turn += 1
+        self._round += 1
 
         def score(node: Node) -> int:
-            known = self.places.prefix(digests, node) if node.is_heard else 0
+            known = self.places.prefix(digests, node) if node.is_followed else 0
             return size * known - LOAD_TOKENS * node.running
 
-        start = self._turn % len(self.nodes)
+        start = self._round % len(self.nodes)
         return sorted(self.nodes[start:] + self.nodes[:start], key=score, reverse=True)
 
     # --- forwarding
@@ -154,7 +154,7 @@ class Router:
         try:
             head = await reader.readuntil(b"\r\n\r\n")
             body = await reader.readexactly(_body_bytes(head))
-            await self._pass_on(head, body, writer)
+            await self._forward(head, body, writer)
         except (asyncio.IncompleteReadError, asyncio.LimitOverrunError, ValueError):
             writer.write(_answer("400 Bad Request"))
         except OSError:
@@ -164,7 +164,7 @@ class Router:
                 await writer.drain()
             writer.close()
 
-    async def _pass_on(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
+    async def _forward(self, head: bytes, body: bytes, writer: asyncio.StreamWriter) -> None:
         for node in self.ranked(_prompt(body)):
             host, _, port = node.engine.rpartition(":")
             try:
@@ -229,7 +229,7 @@ async def _main(arguments: argparse.Namespace) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description="Send prompts to where their prefix is.")
+    parser = argparse.ArgumentParser(description="Route prompts to the node with their prefix.")
     parser.add_argument("--listen", default="127.0.0.1:8000", metavar="HOST:PORT")
     parser.add_argument("--model", type=Path, required=True, metavar="FILE")
     parser.add_argument("--chunk-tokens", type=int, default=256, metavar="N")

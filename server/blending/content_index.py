@@ -1,4 +1,4 @@
-"""Chunks by their content, whatever is before it, and what engines reported of them."""
+"""Chunks by content, independent of their prefix, and what engines reported of them."""
 
 from __future__ import annotations
 
@@ -40,28 +40,28 @@ from kvstore.server.tiering.admission import remember
 from kvstore.server.tiering.tier_slot import TierSlot
 
 MAX_VARIANTS = 5
-"""Of one content: Cache-Craft's M (section 5)."""
+"""Limit of variants per content: Cache-Craft's M (section 5)."""
 
 MAX_CONTEXT = 16
-"""Chunks before a variant that are looked at, the nearest."""
+"""Nearest chunks before a variant that count as its context."""
 
 MAX_STATISTICS = 1 << 16
-"""Variants whose statistics are kept, those reported on or first used last."""
+"""Limit of variants with statistics, the last reported or first used."""
 
 MAX_LEARNED = 4096
-"""Variants whose statistics are kept over a restart, those reported on last."""
+"""Limit of variants whose statistics survive a restart, the last reported."""
 
 MAX_UNREAD = 4096
-"""Chunks whose frames are to be looked at; of more, the oldest are found by key only."""
+"""Limit of chunks whose frames wait to be read; beyond it the oldest are found by key only."""
 
 CHUNKS_AT_ONCE = 8
-"""Looked up under one holding of the catalog's lock."""
+"""Chunks per acquisition of the catalog's lock."""
 
 STEP_S = 0.05
-"""How long a step reads headers at most, so that its caller can do other things, too."""
+"""Time limit of a step that reads headers."""
 
 GAVE_WAY_PRIORITY = NO_PRIORITY // 2
-"""Of a variant that gave way to better ones; what engines rank comes before it."""
+"""Priority of a variant displaced by better ones, below any that engines set."""
 
 _MEMORY = "cpu"
 _EWMA_WEIGHT = 0.25
@@ -69,7 +69,7 @@ _UNMEASURED = -1.0
 
 
 class Named(NamedTuple):
-    """A chunk as its frame names it: what was before it, its content and its place."""
+    """A chunk as its frame describes it: its parent, content and position."""
 
     key: ChunkKey
     parent: ChainDigest
@@ -79,9 +79,9 @@ class Named(NamedTuple):
 
 
 class VariantInfo(NamedTuple):
-    """What is known of one variant. ``deviation`` is -1 and ``reports`` 0 before any report.
+    """The facts of one variant. ``deviation`` is -1 and ``reports`` 0 before any report.
 
-    ``is_measured``: engines said what attention it paid; else *context* is by tokens.
+    ``is_measured``: engines reported its attention; else *context* is by tokens.
     """
 
     key: ChunkKey
@@ -96,7 +96,7 @@ class VariantInfo(NamedTuple):
 
 
 class Measured(NamedTuple):
-    """What an engine reported of a variant: its mean deviation, -1 for none, and attention."""
+    """An engine's report on a variant: its mean deviation, -1 for none, and attention."""
 
     deviation: float
     context: Sequence[Context]
@@ -104,7 +104,7 @@ class Measured(NamedTuple):
 
 
 class Learned(NamedTuple):
-    """What is known of one variant from reports and uses: it is kept over a restart."""
+    """Statistics of one variant from reports and uses; they survive a restart."""
 
     key: Annotated[ChunkKey, Field(min_length=KEY_BYTES, max_length=KEY_BYTES)]
     impact: Annotated[float, Field(ge=0, le=1)] = UNKNOWN_IMPACT
@@ -116,7 +116,7 @@ class Learned(NamedTuple):
 
 
 class PromptChunk(NamedTuple):
-    """A chunk of a prompt. *key* is empty where what is before it is not known."""
+    """A chunk of a prompt. *key* is empty if its prefix is not known."""
 
     key: ChunkKey
     content: bytes
@@ -124,7 +124,7 @@ class PromptChunk(NamedTuple):
 
 
 class Candidate(NamedTuple):
-    """A chunk that can be read: *source* is the place of its tier in the request."""
+    """A chunk that can be read: *source* is the index of its tier in the request."""
 
     facts: VariantInfo
     source: int
@@ -133,7 +133,7 @@ class Candidate(NamedTuple):
 
 
 class Matches(NamedTuple):
-    """What there is of one chunk: itself, or others with its content, and its priorities."""
+    """The matches of one chunk: itself, or others with its content, and its priorities."""
 
     is_exact: bool
     candidates: list[Candidate]
@@ -141,36 +141,36 @@ class Matches(NamedTuple):
 
 
 class ContentIndex:
-    """Variants by namespace and content digest. A listener of the catalog, of which *state* is.
+    """Variants by namespace and content digest. A listener of the catalog with this *state*.
 
-    Thread-safe but for ``note`` to ``removed``, which are called under the catalog's lock.
+    Thread-safe, except ``note`` to ``removed``, which need the catalog's lock.
 
-    A variant is a chunk with a copy whose frame names its content. Of more than MAX_VARIANTS of
-    one content that goes which has saved least, uses times the share that was not to be recomputed
-    (Cache-Craft, section 5), but never the one that depends least on what was before it. One that
-    began its prompt is that only where there is no other: its first token is an attention sink.
-    Contents beyond *limit*, of half a KiB a variant, are not taken in; 0: none are. What goes from
-    here stays on its tiers, where it is a prefix.
+    A variant is a chunk with a copy whose frame names its content. Beyond MAX_VARIANTS of one
+    content the variant that has saved least is dropped: uses times the share not recomputed
+    (Cache-Craft, section 5), but never the one that depends least on its prefix. A variant that
+    began its prompt is that one only if there is no other: its first token is an attention sink.
+    Contents beyond *limit*, of half a KiB a variant, are ignored; 0: all are. Dropped variants stay
+    on their tiers as prefixes.
     """
 
     def __init__(self, state: CatalogState, limit: int) -> None:
         self._state = state
         self._limit = limit
         self.left_out = 0
-        """Chunks that came when *limit* was reached."""
-        # Plain tuples of bytes and numbers, which the garbage collector does not go through.
+        """Chunks ignored because of *limit*."""
+        # Plain tuples of bytes and numbers, which the garbage collector does not track.
         self._variants: dict[ChunkKey, tuple[ChainDigest, bytes, int, int]] = {}
         """Parent, content, tokens and position of each."""
         self._contents: dict[bytes, tuple[ChunkKey, ...]] = {}
-        """By namespace and content, the latest first."""
+        """Variants by namespace and content, the latest first."""
         self._learned: OrderedDict[ChunkKey, Learned] = OrderedDict()
-        """Of variants, and of chunks that were variants before the last start and may be again."""
+        """Statistics of variants, and of those of the last run, which may return."""
         self._priorities = TokenPriorities()
         self.unread: deque[ChunkKey] = deque(maxlen=MAX_UNREAD)
-        """Chunks that others put and that came into memory: their frames say what they hold."""
+        """Chunks loaded into memory that other servers put: their frames contain their content."""
 
     def note(self, chunk: Named) -> ChunkKey | None:
-        """A chunk came; return the variant that gave way to it, if one did."""
+        """Add a chunk; return the variant that it displaced, if any."""
         if chunk.content == UNKNOWN_CONTENT or chunk.key in self._variants:
             return None
         name = chunk.key[:DIGEST_BYTES] + chunk.content
@@ -197,7 +197,7 @@ class ContentIndex:
         return gone
 
     def forget(self, key: ChunkKey) -> bool:
-        """A chunk is gone from all tiers. Return whether it was a variant."""
+        """Remove a chunk without copies. Return whether it was a variant."""
         row = self._variants.pop(key, None)
         if row is None:
             return False
@@ -209,11 +209,11 @@ class ContentIndex:
         return True
 
     def variants(self, space: Namespace, content: bytes) -> list[VariantInfo]:
-        """Return the variants of *content*, those that came last first."""
+        """Return the variants of *content*, the latest first."""
         return [self._facts(key) for key in self._contents.get(space + content, ())]
 
     def facts(self, key: ChunkKey) -> VariantInfo | None:
-        """Return what is known of a variant; None when it is none."""
+        """Return the facts of a variant; None for other chunks."""
         return self._facts(key) if key in self._variants else None
 
     def _facts(self, key: ChunkKey) -> VariantInfo:
@@ -228,7 +228,7 @@ class ContentIndex:
         return self._learned.get(key) or Learned(key)
 
     def _before(self, key: ChunkKey) -> list[Context]:
-        """By tokens, the farthest first; what is not here any more as one that no prompt has."""
+        """Return the context by tokens, farthest first; absent chunks as one unknown content."""
         found: list[Context] = []
         parent, _, _, left = self._variants[key]
         while parent != ROOT and left > 0 and len(found) < MAX_CONTEXT:
@@ -243,7 +243,7 @@ class ContentIndex:
         return found[::-1]
 
     def report(self, key: ChunkKey, measured: Measured) -> bytes | None:
-        """An engine used a variant, and measured it. Return its content; None when it is gone."""
+        """Record an engine's report on a variant. Return its content; None when it is gone."""
         if key not in self._variants:
             return None
         _, content, tokens, _ = self._variants[key]
@@ -260,7 +260,7 @@ class ContentIndex:
         return content
 
     def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: PutInfo | None) -> None:
-        """Know a chunk by its content, or note that its frame in memory is to be read."""
+        """Index a chunk by its content, or queue its frame in memory to be read."""
         if put_info is None:
             if tier == _MEMORY:
                 self.unread += [info.key for info in infos if info.key not in self._variants]
@@ -270,12 +270,12 @@ class ContentIndex:
             self._take_in(Named(info.key, info.parent, put_info.content, tokens, put_info.position))
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
-        """Forget a chunk that is nowhere any more."""
+        """Forget a chunk without copies."""
         if is_last:
             self.forget(key)
 
     def _take_in(self, chunk: Named) -> None:
-        # A variant that gives way goes before others that are next, unless an engine ranked it.
+        # A displaced variant is evicted before its neighbours, unless an engine ranked it.
         key = self.note(chunk)
         row = self._state.index.row(key) if key is not None else 0
         if row and self._state.metadata.hints.priority(row) == NO_PRIORITY:
@@ -290,14 +290,14 @@ class ContentIndex:
         *,
         approximate: bool,
     ) -> list[Matches]:
-        """Return what there is of each chunk on *tiers*, the best first, of *least* or better.
+        """Return the matches of each chunk on *tiers*, the best first, at *least* this accurate.
 
-        None: a tier that is not read. Without *approximate* only the chunks themselves are sought.
+        None: a tier that is not read. Without *approximate* only exact matches are searched.
         """
         index, hints = self._state.index, self._state.metadata.hints
 
         def candidate(key: ChunkKey, facts: VariantInfo | None = None) -> Candidate | None:
-            """Return the chunk on the first of *tiers* that has it; None where none does."""
+            """Return the chunk on the first of *tiers* that has it, or None."""
             row = index.row(key) if key else 0
             if not row or hints.is_expired(row, now_s):
                 return None
@@ -328,14 +328,14 @@ class ContentIndex:
         return found
 
     def lease_any(self, keys: Iterable[ChunkKey], terms: LeaseTerms) -> Lease | None:
-        """Lease those of *keys* that exist; None when none does. Raises QuotaExceededError."""
+        """Lease the existing ones of *keys*; None if there is none. Raises QuotaExceededError."""
         with self._state.lock:
             known = list(dict.fromkeys(key for key in keys if self._state.index.row(key)))
             until = self._state.clock() + terms.ttl_s
             return self._state.holds.leases.grant(terms.session_id, known, until) if known else None
 
     def chose(self, chosen: Sequence[tuple[ChunkKey, float]]) -> None:
-        """Variants were given out, each where this share of its context was there, too."""
+        """Record variants that were returned, each with the share of its context in the prompt."""
         with self._state.lock:
             for key, overlap in chosen:
                 if key in self._variants:
@@ -346,18 +346,18 @@ class ContentIndex:
                         self._learned.popitem(last=False)
             keys = [key for key, _ in chosen]
             rows = [row for key in keys if (row := self._state.index.row(key))]
-            # For the policies, not the history, which counts prompts.
+            # Only for the policies: the history counts prompts.
             event = Lookup(np.array(rows, np.intp), keys, self._state.clock(), is_again=True)
             self._state.access_log.note(event)
         self._state.news.set()
 
     def variant_tokens(self, keys: Sequence[ChunkKey]) -> list[int]:
-        """Return the tokens of each of *keys*; 0 for what is no variant here."""
+        """Return the tokens of each of *keys*; 0 if it is not a variant."""
         with self._state.lock:
             return [self._variants[key][2] if key in self._variants else 0 for key in keys]
 
     def reported(self, reports: Sequence[tuple[ChunkKey, Measured, Scores | None]]) -> None:
-        """Take in reports of variants that are here: scores are (tokens), -1 if not measured."""
+        """Record reports on existing variants: scores are (tokens), -1 if not measured."""
         with self._state.lock:
             for key, measured, scores in reports:
                 content = self.report(key, measured)
@@ -365,25 +365,25 @@ class ContentIndex:
                     self._priorities.note(key[:DIGEST_BYTES] + content, scores)
 
     def learned(self) -> list[Learned]:
-        """Return what reports taught, the latest last."""
+        """Return the statistics of reported variants, the latest last."""
         with self._state.lock:
             reported = (one for one in reversed(self._learned.values()) if one.reports)
             return list(islice(reported, MAX_LEARNED))[::-1]
 
     def recall(self, rows: Sequence[Learned]) -> None:
-        """Take in what an earlier run learned of variants that are here, or may come."""
+        """Restore the statistics of an earlier run."""
         with self._state.lock:
             for one in rows[-MAX_LEARNED:]:
                 remember(self._learned, one.key, one, MAX_STATISTICS)
 
     def name(self, chunk: Named) -> None:
-        """A frame was read that names its chunk; one that is gone is passed over."""
+        """Index a chunk by its frame; one without copies is ignored."""
         with self._state.lock:
             if self._state.index.row(chunk.key):
                 self._take_in(chunk)
 
     def unnamed(self, tier: str, limit: int) -> list[ChunkKey]:
-        """Return chunks on *tier* whose content is not known, at most *limit*."""
+        """Return chunks on *tier* of unknown content, at most *limit*."""
         with self._state.lock:
             index = self._state.index
             return [
@@ -393,7 +393,7 @@ class ContentIndex:
             ][-limit:]
 
     def counts(self) -> tuple[int, int, int, int]:
-        """Return how many contents and variants there are, contents left out, priorities' bytes."""
+        """Return the numbers of contents, variants and ignored chunks, and bytes of priorities."""
         with self._state.lock:
             contents, size = len(self._contents), self._priorities.size_bytes
             return contents, len(self._variants), self.left_out, size
@@ -401,8 +401,8 @@ class ContentIndex:
 
 @dataclass(eq=False)
 class ContentReader:
-    """Reads headers of chunks whose content is not known: those that other nodes put and that came
-    into memory, then at most *limit* that the last of *slots* kept over a restart, latest first.
+    """Reads headers of chunks of unknown content: those of other nodes loaded into memory, then at
+    most *limit* that survived a restart on the last of *slots*, latest first.
 
     Each is read from the first of *slots* that has it. For one thread; *clock* returns seconds.
     """
@@ -418,13 +418,13 @@ class ContentReader:
         self._left = self.contents.unnamed(self.slots[-1].name, limit) if limit else []
 
     def step(self) -> bool:
-        """Read some headers; False once there are none left."""
+        """Read some headers; return False once none is left."""
         until = self.clock() + STEP_S
         while self.clock() < until:
             waiting = self.contents.unread or self._left
             if not waiting:
                 return False
-            self._read(waiting.pop())  # of a deque, which may grow meanwhile, but not shrink
+            self._read(waiting.pop())  # other threads only append
         return True
 
     def _read(self, key: ChunkKey) -> None:
@@ -434,7 +434,7 @@ class ContentReader:
             if slot is not None and (named := self._named(slot, copies[slot.name])) is not None:
                 self.contents.name(named)
         except KVStoreError:
-            pass  # it is found by key all the same, and its reader learns what is wrong
+            pass  # it can still be found by key, and its reader gets the error
         finally:
             self.catalog.let_go(key)
 

@@ -1,5 +1,5 @@
-"""The gate of blending: whether a model's KV of other prompts is given out, and how much of it
-is recomputed, decided by comparing with full prefills.
+"""The gates of blending: whether a model may use KV of other prompts, and how much of it is
+recomputed, decided by comparison with full prefills.
 """
 
 from __future__ import annotations
@@ -18,59 +18,59 @@ from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.admission import remember
 
 MAX_GATES = 1024
-"""Models and tags with a gate; of one more, one that is closed is forgotten, if any is."""
+"""Limit of gates; beyond it a closed one is dropped, if any."""
 
 TRIALS = 64
-"""Full prefills that are compared before a gate opens."""
+"""Full prefills compared before a gate opens."""
 
 LEAST_TRIAL_TOKENS = 16
-"""Trials over fewer are not counted: the mean weighs all alike."""
+"""Shorter trials do not count: the mean weighs all equally."""
 
 RAISE = 1.5
 SETTLED_SHADOWS = 4
-"""Comparisons at one ratio before they raise it."""
+"""Comparisons at one ratio before they can raise it."""
 
 EAGER_REQUESTS = 8
-"""After every change or bad comparison n more requests pass, and one is compared with the chance
-EAGER_REQUESTS / (EAGER_REQUESTS + n), until that is less than the usual share."""
+"""n requests after a change or bad comparison, a request is compared with the probability
+EAGER_REQUESTS / (EAGER_REQUESTS + n), or the configured share if that is more."""
 
 FULL_WEIGHT_TOKENS = 64
 _EWMA_WEIGHT = 0.25
-"""Of a comparison over FULL_WEIGHT_TOKENS tokens or more; of fewer, in proportion."""
+"""Weight of a comparison over at least FULL_WEIGHT_TOKENS tokens; less in proportion below."""
 
 GateName: TypeAlias = tuple[bytes, str]
-"""Namespace, so tenant and model, and tag."""
+"""Namespace (tenant and model) and tag."""
 
 
 @dataclass(frozen=True, slots=True)
 class Shadow(ShadowResult):
-    """One comparison, and the share that was recomputed."""
+    """One comparison, and the recomputed share."""
 
     ratio: float
 
 
 @dataclass(frozen=True, slots=True)
 class GateState(GateView):
-    """One gate as it is now. ``asked``: requests since the last change or bad comparison."""
+    """The state of one gate. ``asked``: requests since the last change or bad comparison."""
 
     asked: int = 0
 
 
 class Permit(NamedTuple):
-    """The answer to one request: whether it may pass, and whether it is compared."""
+    """Whether a request may use blending, and whether it is compared."""
 
     may_pass: bool
     is_shadow: bool
 
 
 class Gates:
-    """All gates, by name. Thread-safe. *draw* returns numbers from 0 to below 1.
+    """All gates, by name. Thread-safe. *draw* returns random numbers in [0, 1).
 
-    Closed, a gate lets trials through only: requests answered from a full prefill beside which
-    the engine blends. TRIALS of them within bounds open it; else the ratio is raised, and past
-    MAX_RATIO it stays closed. Open, comparisons that come out of bounds raise the ratio, and past
-    MAX_RATIO close it. Comparisons at less than the gate's ratio are not counted. Gates of lossy
-    copies, those of ACCURACY_TAG, have a ratio of 0 and close at once where these are too far off.
+    A closed gate admits trials only: requests answered by a full prefill while the engine blends
+    for comparison. TRIALS of them within bounds open it; else the ratio is raised, and past
+    MAX_RATIO it stays closed. In an open gate, comparisons out of bounds raise the ratio, and past
+    MAX_RATIO close it. Comparisons below the gate's ratio do not count. Gates of lossy copies, with
+    ACCURACY_TAG, have a ratio of 0 and close at once when out of bounds.
     """
 
     def __init__(self, terms: GateTerms, draw: Callable[[], float], counters: Counters) -> None:
@@ -79,9 +79,9 @@ class Gates:
         self._counters = counters
         self._gates: OrderedDict[GateName, GateState] = OrderedDict()
         self._requests: OrderedDict[GateName, tuple[str, int, int]] = OrderedDict()
-        """Their model, and how many, trials left out, were let through, or not as it was closed."""
+        """Model, and requests except trials: admitted, and rejected by a closed gate."""
         self.changes = 0
-        """How often a gate opened, closed or changed its ratio."""
+        """Number of times a gate opened, closed or changed its ratio."""
         # Guards the three above; held for dictionary operations only.
         self._lock = threading.Lock()
 
@@ -94,7 +94,7 @@ class Gates:
         return GateState(False, ratio, why=f"not calibrated; run kvstore {command}", tag=name[1])
 
     def admit(self, name: GateName, *, trial: bool, model: str = "") -> Permit:
-        """Return whether one request of *model* may be blended, and whether it is compared."""
+        """Return whether a request of *model* may use blending, and whether it is compared."""
         with self._lock:
             gate = self._state(name)
             if trial:
@@ -113,7 +113,7 @@ class Gates:
     def record(
         self, name: GateName, shadow: Shadow | None, speedup: float = UNKNOWN, model: str = ""
     ) -> GateState:
-        """Take in what one request turned out to be; return the gate as it is then."""
+        """Record the result of one request; return the new state of the gate."""
         with self._lock:
             gate = self._state(name)
             was_open, is_counted = gate.is_open, False
@@ -126,7 +126,7 @@ class Gates:
                 gate = self._watched(gate, shadow) if was_open else self._tried(gate, shadow)
             if is_counted or name in self._gates:
                 self._keep(name, replace(gate, model=model or gate.model))
-            has_changed = is_counted and not gate.shadows  # at another ratio, or open or closed
+            has_changed = is_counted and not gate.shadows  # its ratio, or open or closed
             self.changes += has_changed
         self._counters.add("blend_shadows", shadow is not None)
         self._counters.add("blend_gate_changes", has_changed)
@@ -134,10 +134,10 @@ class Gates:
         return gate
 
     def _watched(self, gate: GateState, shadow: Shadow) -> GateState:
-        """Return an open gate with one more comparison in its means."""
+        """Return an open gate with one more comparison in its moving averages."""
         terms = self.terms
         agreement, divergence = gate.agreement, gate.divergence
-        if not gate.shadows:  # begun in the middle of the bounds, so that no single one decides
+        if not gate.shadows:  # start amid the bounds, so that no single comparison decides
             agreement, divergence = (1 + terms.min_agreement) / 2, terms.max_divergence / 2
         weight = _EWMA_WEIGHT * min(1.0, shadow.tokens / FULL_WEIGHT_TOKENS)
         gate = replace(
@@ -152,7 +152,7 @@ class Gates:
         return self._raised(gate)
 
     def _tried(self, gate: GateState, shadow: Shadow) -> GateState:
-        """Take in a trial: plain means, as all of them are at one ratio."""
+        """Return a closed gate with one more trial: plain means, as all are at one ratio."""
         count = gate.shadows + 1
         agreement, divergence = (gate.agreement, gate.divergence) if count > 1 else (0.0, 0.0)
         gate = replace(
@@ -169,7 +169,7 @@ class Gates:
         return replace(gate, is_open=True, shadows=0, asked=0, is_calibrated=True, why="calibrated")
 
     def _raised(self, gate: GateState) -> GateState:
-        """Recompute more, or close when that were too much."""
+        """Return the gate with a higher ratio, or closed past MAX_RATIO."""
         at = f"{gate.ratio:.3g}: agreement {gate.agreement:.3f}, divergence {gate.divergence:.3g}"
         ratio = gate.ratio * RAISE
         gate = replace(gate, shadows=0, asked=0)
@@ -190,19 +190,19 @@ class Gates:
             del self._gates[next(shut, next(iter(self._gates)))]
 
     def view(self, name: GateName) -> GateView:
-        """Return one gate as clients and operators see it."""
+        """Return one gate for clients and operators."""
         with self._lock:
             return self._view(name, self._state(name))
 
     def of_codecs(self, space: Namespace) -> GateView:
-        """Return whether lossy copies without a bound are read of any codec, and of which."""
+        """Return the codecs whose lossy copies without a bound may be read, as one gate."""
         names = {one: (space, accuracy_tag(one)) for one in boundless_codecs()}
         with self._lock:
             codecs = tuple(one for one, name in names.items() if self._state(name).is_open)
         return GateView(bool(codecs), 0.0, tag=ACCURACY_TAG, codecs=codecs)
 
     def views(self) -> list[GateView]:
-        """Return all that were used, those that were used last last."""
+        """Return all used gates, the latest last."""
         with self._lock:
             unknown = {n: self._state(n) for n in self._requests if n not in self._gates}
             return [self._view(*one) for one in (*unknown.items(), *self._gates.items())]
@@ -212,12 +212,12 @@ class Gates:
         return replace(gate, model=model or gate.model, let_through=through, kept_out=out)
 
     def save(self) -> list[tuple[GateName, GateState]]:
-        """Return the gates that are open."""
+        """Return the open gates."""
         with self._lock:
             return [(name, gate) for name, gate in self._gates.items() if gate.is_open]
 
     def restore(self, saved: Sequence[tuple[GateName, GateState]]) -> None:
-        """Open gates that an earlier run had open, watched as if just opened."""
+        """Open the gates that an earlier run had open, as if just opened."""
         with self._lock:
             for name, gate in saved[:MAX_GATES]:
                 self._keep(name, replace(gate, asked=0, shadows=0))

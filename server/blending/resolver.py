@@ -1,4 +1,4 @@
-"""Blending: stored chunks for the segments of a prompt, and engines' reports of their worth."""
+"""Blending: stored chunks for the segments of a prompt, and engines' reports on them."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierSlot
 
 MAX_NAMED = 4096
-"""Chunks that one answer names and leases; of more, each chunk has fewer variants."""
+"""Limit of chunks that one answer leases; long prompts get fewer variants per chunk."""
 
 _PREFIX_ONLY = (LayerKind.state, LayerKind.window)
-"""Kinds of layers whose chunks do not hold the KV of all their tokens."""
+"""Kinds of layers whose chunks lack the KV of some of their tokens."""
 
 
 @dataclass(frozen=True, slots=True)
 class PromptSegment:
-    """Tokens *start* to *stop* of a prompt and the chunks that they are cut into."""
+    """Tokens *start* to *stop* of a prompt, cut into chunks."""
 
     start: int
     stop: int
@@ -67,10 +67,10 @@ class _Scored(NamedTuple):
 
 @dataclass(slots=True)
 class VariantChoice:
-    """One answer to a Resolve, its segments in the order of the prompt.
+    """Chooses variants for one Resolve, segment by segment in prompt order.
 
-    ``places``: where each content is first in it. ``limit``: variants of a chunk. ``least_ratio``
-    is the gate's, ``prefill`` the engine's speed, if it is known.
+    ``places``: the first index of each content. ``limit``: variants per chunk. ``least_ratio`` is
+    the gate's, ``prefill`` the engine's speed, if known.
     """
 
     sources: Sequence[TierSlot]
@@ -82,8 +82,8 @@ class VariantChoice:
     _chosen: bytes = b""
 
     def segment(self, asked: PromptSegment, found: Sequence[Matches]) -> ResolvedSegment:
-        """Return what to name of one segment: no variants where the engine computes as fast as it
-        loads and repairs them, if its speed is known.
+        """Return the choice for one segment: no variants if the engine is known to compute it as
+        fast as it loads and repairs them.
         """
         picked, stand_ins, at = [], [], asked.start
         for chunk, one in zip(asked.chunks, found, strict=True):
@@ -111,8 +111,8 @@ class VariantChoice:
         return ResolvedSegment(tuple(chunks), ratio, load_ms, recompute_ms)
 
     def _scored(self, found: Matches, start: int) -> list[_Scored]:
-        """Return the best candidates for the next chunk: first what has least to be recomputed, of
-        equal ones what goes on from the chunk chosen before; last what has an attention sink.
+        """Return the best candidates for the next chunk: the least to recompute first, of equals
+        one that continues the last chosen chunk; those with an attention sink last.
         """
         scored = [self._variant(one, start, is_exact=found.is_exact) for one in found.candidates]
         came_from = self._chosen
@@ -144,7 +144,7 @@ class VariantChoice:
         return _Scored(variant, facts.is_measured)
 
     def _ratio(self, stand_ins: Sequence[tuple[int, _Scored]]) -> float:
-        """Return the share to recompute: the gate's; more by CFO, where attention was measured."""
+        """Return the share to recompute: at least the gate's, by CFO if attention was measured."""
         least = self.least_ratio
         tokens = sum(count for count, _ in stand_ins) or 1
         wanted = sum(
@@ -154,7 +154,7 @@ class VariantChoice:
         return min(1.0, max(least, wanted / tokens))
 
     def _load_ms(self, chosen: Sequence[_Scored]) -> float:
-        """Return what loading takes, all of one source together, one source after the other."""
+        """Return the time to load all, one batch per source, one source after another."""
         sizes: Counter[str] = Counter()
         for one in chosen:
             sizes[one.variant.tier] += one.variant.size_bytes
@@ -164,7 +164,7 @@ class VariantChoice:
 
 @dataclass(frozen=True, slots=True)
 class Question:
-    """A Resolve, checked. ``deadline`` is a point on the server's clock."""
+    """A validated Resolve. ``deadline`` is on the server's clock."""
 
     segments: tuple[PromptSegment, ...]
     tag: str
@@ -177,8 +177,8 @@ class Question:
 
 @dataclass(frozen=True, slots=True)
 class Report:
-    """A ReportReuse, checked. ``chunks``: variants, what was measured of each, and the scores of
-    their tokens, (tokens), -1 for those that were not measured.
+    """A validated ReportReuse. ``chunks``: variants, the measurements of each, and the scores of
+    their tokens, (tokens), -1 if not measured.
     """
 
     tag: str
@@ -190,8 +190,8 @@ class Report:
 class Blending:
     """Answers Resolve and ReportReuse. Thread-safe.
 
-    *count_ready* returns how many chunks of a prompt, from its first on, can be read by a point on
-    the server's clock and with copies this good. *contents* are kept.
+    *count_ready* returns the length of a prompt's prefix that can be read by a deadline on the
+    server's clock, in chunks of at least an accuracy. *contents* limits the content index.
     """
 
     def __init__(
@@ -213,10 +213,10 @@ class Blending:
         self.tier_names = tuple(slot.name for slot in moves.tiers.sources)
 
     def resolve(self, session: Session, question: Question) -> Resolution:
-        """Return what there is of each segment, and lease it. Raises QuotaExceededError.
+        """Return the stored chunks of each segment, and lease them. Raises QuotaExceededError.
 
-        A chunk that is here as the very prompt has it is exact; of others the variants follow, if
-        the request opts in, its gate is open and they are faster, the least to recompute first.
+        A chunk with the prompt's own prefix is exact; others get variants if the request opts in,
+        the gate is open and they are faster, the least to recompute first.
         """
         kinds = {group.kind for group in session.representation.layer_groups}
         for kind in sorted(kinds.intersection(_PREFIX_ONLY)):
@@ -245,10 +245,10 @@ class Blending:
         return self._leased(session, resolution)
 
     def _exact_prefix(self, session: Session, question: Question) -> int:
-        """Return how many chunks from the prompt's first on are here, or with other nodes."""
+        """Return the length of the prompt's exact prefix, here or on other nodes, in chunks."""
         keys, at = [], 0
         for segment in question.segments:
-            if segment.start != at:  # behind a gap, or a chunk without a key
+            if segment.start != at:  # after a gap, or a chunk without a key
                 break
             for chunk in takewhile(lambda one: one.key, segment.chunks):
                 keys.append(chunk.key)
@@ -258,7 +258,7 @@ class Blending:
         return self._count_ready(session, keys, question.deadline, question.least)
 
     def _leased(self, session: Session, resolution: Resolution) -> Resolution:
-        """Lease what is named, and leave out what has gone meanwhile."""
+        """Lease the variants of *resolution*; drop those evicted meanwhile."""
         space = session.namespace
         every = [chunk for one in resolution.segments for chunk in one.chunks]
         keys = [ChunkKey(space + variant.digest) for chunk in every for variant in chunk.variants]
@@ -292,7 +292,7 @@ class Blending:
         return replace(resolution, segments=segments, lease_id=lease_id, lease_ttl_ms=ttl_ms)
 
     def report(self, session: Session, report: Report) -> GateView:
-        """Take in a report; return the gate then, or with ACCURACY_TAG those of codecs."""
+        """Record a report; return the new gate, or with ACCURACY_TAG that of all codecs."""
         if report.tag == ACCURACY_TAG:
             return self.gates.of_codecs(session.namespace)
         self.contents.reported(report.chunks)

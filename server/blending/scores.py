@@ -1,8 +1,8 @@
-"""Cache-Craft's scores: how much of a chunk's KV has to be recomputed behind another prefix.
+"""Cache-Craft's scores: how much of a chunk's KV must be recomputed after another prefix.
 
 Agarwal et al., "Cache-Craft: Managing Chunk-Caches for Efficient Retrieval-Augmented
 Generation", SIGMOD 2025 (arXiv 2502.15734), equations 3 to 12. Attention masses come from
-engines; where none were reported, chunks count by their tokens.
+engines; without a report, chunks count by their tokens.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ UNKNOWN_IMPACT = 1.0
 """The impact of a chunk without reports: more than any measured one."""
 
 NO_IMPACT = 0.5
-"""That of a chunk that attends to nothing before it: the least that equation 11 gives."""
+"""The impact of a chunk that attends to nothing before it: the minimum of equation 11."""
 
 
 class Context(NamedTuple):
@@ -44,10 +44,10 @@ def context_impact(context: Sequence[Context], intra_mass: float, tokens: int) -
 
 
 def prefix_overlap(context: Sequence[Context], places: Mapping[bytes, int], before: int) -> float:
-    """Return beta' of equation 8: how much of *context* is there before place *before*, in order.
+    """Return beta' of equation 8: the share of *context* present before index *before*, in order.
 
-    *places* says where each content of the new prompt is first. A chunk that had nothing before
-    it has all of that where nothing is before it, and else none.
+    *places* gives the first index of each content in the new prompt. A chunk without context has
+    an overlap of 1 at the start of a prompt, else 0.
     """
     if not context:
         return float(before == 0)
@@ -57,7 +57,7 @@ def prefix_overlap(context: Sequence[Context], places: Mapping[bytes, int], befo
     common = [one for one in context if places.get(one.content, before) < before]
     share = min(1.0, sum(one.mass for one in common) / whole)
     pairs = [places[one.content] > places[two.content] for one, two in combinations(common, 2)]
-    # Gamma of equation 7: the share of pairs that are in another order than before.
+    # Gamma of equation 7: the share of pairs in another order than before.
     return share * (1.0 - (sum(pairs) / len(pairs) if pairs else 0.0))
 
 
@@ -67,10 +67,10 @@ def fix_overhead(impact: float, overlap: float) -> float:
 
 
 MAX_PRIORITY_BYTES = 16 << 20
-"""Of all contents; those reported on longest ago are forgotten."""
+"""Limit for all contents; the least recently reported ones are dropped."""
 
 OVERHEAD_BYTES = 256
-"""What a content takes beside its bytes, so that very short ones are bounded, too."""
+"""Overhead counted per content, to bound very short ones too."""
 
 _EWMA_WEIGHT = 0.25
 _HIGHEST = 255
@@ -80,10 +80,10 @@ Levels = NDArray[np.uint8]
 
 
 class TokenPriorities:
-    """A byte a token by content. Not thread-safe: the owner locks.
+    """One byte per token, by content. Not thread-safe: the owner locks.
 
-    Each report's scores become ranks, 0 to 255, so that layers and units do not matter, and enter
-    a moving mean (weight 0.25). At most *limit_bytes* are kept.
+    The scores of each report are converted to ranks, 0 to 255, so that layers and units do not
+    matter, and averaged (moving average, weight 0.25). At most *limit_bytes* are kept.
     """
 
     def __init__(self, limit_bytes: int = MAX_PRIORITY_BYTES) -> None:
@@ -92,10 +92,10 @@ class TokenPriorities:
         self.size_bytes = 0
 
     def note(self, name: bytes, scores: Scores) -> None:
-        """Take in the scores of one report; -1 for tokens that were not measured.
+        """Add the scores of one report; -1 for tokens that were not measured.
 
-        Where some were not, those that were are put in order among the levels they had before;
-        nothing is learned then of a content that has none yet.
+        If some were not measured, the others are reordered among their previous levels; a content
+        without levels is then ignored.
         """
         known = self._levels.get(name)
         if known is not None and len(known) != len(scores):
@@ -121,7 +121,7 @@ class TokenPriorities:
             self.size_bytes -= len(oldest) + OVERHEAD_BYTES
 
     def levels(self, name: bytes) -> bytes:
-        """Return a byte for each token of a content; empty when nothing is known of it."""
+        """Return a byte for each token of a content; empty if unknown."""
         known = self._levels.get(name)
         return b"" if known is None else known.tobytes()
 

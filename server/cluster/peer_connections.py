@@ -1,4 +1,4 @@
-"""Connections to another server: gRPC opens a session there, its memory is read over TCP."""
+"""Connections to a peer: gRPC opens a session there, its memory is read over TCP."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import is_loopback, parse_endpoint
 
 STEP_BYTES = 1 << 19
-"""What is received before it is summed: larger steps have left the cache by then."""
+"""Bytes received before they are summed: larger steps would leave the cache."""
 MOST_SILENCES = 20
-"""A read takes as many waits for its next bytes at most."""
+"""Time limit of a read, in timeouts for its next bytes."""
 MAX_GET_MS = 600_000
-"""What servers take for a deadline."""
+"""Largest deadline that servers accept."""
 _LATE_S = 0.02
-"""For an answer that has come when its time is up: others may have been waited for before."""
+"""Grace for an answer that has arrived by its deadline but is read after those of other peers."""
 
 
 Dial = Callable[[str, str, float], pb.OpenPeerResponse]
-"""From a peer's address, this node's id and the seconds that it may take, to the session there."""
+"""(peer's address, this node's id, timeout in seconds) -> session there."""
 
 
 def dial_peer(config: Settings, address: str, node_id: str, within_s: float) -> pb.OpenPeerResponse:
@@ -59,7 +59,7 @@ def dial_peer(config: Settings, address: str, node_id: str, within_s: float) -> 
 
 
 def key_metadata(config: Settings, address: str) -> tuple[tuple[str, str], ...] | None:
-    """Return what shows the key at *address*, if any. Raises InvalidRequestError if it may not."""
+    """Return the credentials for *address*, if any. Raises InvalidRequestError on plain text."""
     path = config.peer_key
     if path is None:
         return None
@@ -73,7 +73,7 @@ def key_metadata(config: Settings, address: str) -> tuple[tuple[str, str], ...] 
 
 
 def _channel(config: Settings, address: str) -> grpc.Channel:
-    """Return one to *address*, encrypted where it is known who signs peers' certificates."""
+    """Return a channel to *address*, encrypted if there is a CA for peers."""
     options: list[tuple[str, object]] = [("grpc.enable_http_proxy", 0)]
     if config.peer_ca is None:
         return grpc.insecure_channel(address, options)
@@ -95,7 +95,7 @@ def _read(field: str, path: Path) -> bytes:
 class StreamLink:
     """One TCP connection to a peer, one request at a time. Not thread-safe.
 
-    A read that does not come to its end leaves the link closed. *clock* returns monotonic seconds.
+    An incomplete read closes the link. *clock* returns monotonic seconds.
     """
 
     def __init__(self, session: pb.OpenPeerResponse, clock: Callable[[], float]) -> None:
@@ -103,9 +103,9 @@ class StreamLink:
         self._clock = clock
         self._wire: FramedSocket | None = None
         self._requests = 0
-        self._is_pending = False  # whether the last request has not had its whole answer
-        self._wanted: list[ChunkInfo] = []  # by the last request, in the order in which they come
-        self._at = 0  # which of them was read last
+        self._is_pending = False  # whether the answer to the last request is incomplete
+        self._wanted: list[ChunkInfo] = []  # by the last request, in order of arrival
+        self._at = 0  # index of the last one read
 
     def connect(self, within_s: float) -> None:
         """Connect and attach. Raises TierUnavailableError, DeadlineError, the peer's own errors."""
@@ -132,7 +132,7 @@ class StreamLink:
     def begin_find(self, keys: Sequence[ChunkKey], deadline: float) -> None:
         """Request which of *keys*, of one namespace, are in the peer's memory by *deadline*.
 
-        Raises DeadlineError, LeaseExpiredError when the peer hung up since the last request.
+        Raises DeadlineError, LeaseExpiredError when the peer has hung up since the last request.
         """
         left_s = max(_LATE_S, deadline - self._clock())
         find = pb.FindRequest(deadline_ms=max(1, int(1000 * left_s)), **self._naming(keys))
@@ -140,8 +140,8 @@ class StreamLink:
         self._begin(pb.StreamMessage(find=find), left_s)
 
     def end_find(self, keys: Sequence[ChunkKey], deadline: float) -> list[ChunkInfo | None]:
-        """Return what the peer has of the *keys* of ``begin_find``. Raises as that, the peer's own
-        errors, and InvalidFrameError or InvalidRequestError for what is no answer.
+        """Return the peer's chunks among the *keys* of ``begin_find``. Raises as that, the peer's
+        own errors, and InvalidFrameError or InvalidRequestError for an invalid answer.
         """
         wire, now = self._wire, self._clock()
         assert wire is not None
@@ -164,12 +164,12 @@ class StreamLink:
         silence_s: float,
         following: Sequence[ChunkInfo] = (),
     ) -> Generator[int, None, None]:
-        """Fill *out* with the frame of *info* from byte *offset*; yield how many bytes have come.
+        """Fill *out* with the frame of *info* from byte *offset*; yield how many bytes arrived.
 
         Nothing is yielded when the peer does not have it in memory. The bytes are not verified.
-        The whole frames *following* are part of the same request, and are to be read next,
-        in that order, while ``coming`` names one. Raises as ``end_find``; DeadlineError when
-        nothing comes for *silence_s*, or not all of it in MOST_SILENCES such times.
+        The whole frames *following* are part of the same request, and must be read next, in
+        order, while ``coming`` names one. Raises as ``end_find``; DeadlineError when no byte
+        arrives for *silence_s*, or not all within MOST_SILENCES times that.
         """
         end, arrived, is_whole = offset + len(out), 0, False
         sizes = {len(out), info.size_bytes}
@@ -209,7 +209,7 @@ class StreamLink:
 
     @property
     def coming(self) -> ChunkKey | None:
-        """The next frame of a request that goes on; None: none does."""
+        """The next frame of the current request; None if there is none."""
         is_more = self._is_pending and self._at + 1 < len(self._wanted)
         return self._wanted[self._at + 1].key if is_more else None
 
@@ -221,7 +221,7 @@ class StreamLink:
         }
 
     def _begin(self, message: pb.StreamMessage, silence_s: float) -> None:
-        """Send a request. One that cannot be sent leaves the link closed."""
+        """Send a request; close the link if that fails."""
         if self._is_pending or self._wire is None:
             raise InvalidRequestError("request", self._requests, "connect anew")
         self._requests += 1
@@ -238,7 +238,7 @@ class StreamLink:
             raise
 
     def _receive(self, wire: FramedSocket, arrived: int) -> tuple[pb.StreamMessage, int]:
-        """Return the next message of the answer, and how many bytes of a frame are behind it."""
+        """Return the next message of the answer, and the size of its payload."""
         try:
             message, size_bytes = wire.receive()
         except TierUnavailableError as error:
@@ -253,7 +253,7 @@ class StreamLink:
         return message, size_bytes
 
     def _check(self, answer: pb.StreamMessage, size_bytes: int, at: int, end: int) -> None:
-        """Raise InvalidFrameError unless *answer* is what follows of the frame at byte *at*."""
+        """Raise InvalidFrameError unless *answer* continues the frame at byte *at*."""
         if not answer.HasField("part"):
             kind = answer.WhichOneof("body")
             raise InvalidFrameError("kind", kind, "not an answer to what was asked")
@@ -270,11 +270,11 @@ class StreamLink:
 
     @property
     def is_open(self) -> bool:
-        """Whether it may be used again as it is: connected, and nothing is being answered."""
+        """Whether it can be reused: connected, without a pending answer."""
         return self._wire is not None and not self._is_pending
 
     def hang_up(self) -> None:
-        """Wake who waits in a read of it, from another thread; ``close`` is still due."""
+        """Wake a thread that reads from it; ``close`` is still required."""
         if (wire := self._wire) is not None:
             wire.hang_up()
 

@@ -1,7 +1,7 @@
-"""The PeerTier: the memory of other servers, as a tier that can only be read.
+"""The PeerTier: the memory of other servers as a read-only tier.
 
-It is ordered between this server's own tiers and those that all share. Its remote index holds
-hints: they end after a while, and where one was wrong the chunk is lost, which is a miss.
+It is ordered between this server's own tiers and the shared ones. Its remote index holds hints
+that expire; where one is wrong the chunk is a miss.
 """
 
 from __future__ import annotations
@@ -28,30 +28,30 @@ from kvstore.tiers.base import Tier, TierStats
 
 KNOWN_S = 10.0
 MAX_KNOWN_CHUNKS = 1 << 16
-"""Chunks of peers that are remembered; further ones are not found."""
+"""Limit of indexed chunks of peers; further ones are not found."""
 CHECK_AGAIN_S = 1.0
-"""A known chunk is checked again so often: a peer may have evicted or deleted it."""
+"""Interval between checks of a known chunk: a peer may have evicted or deleted it."""
 CHECKED_AGAIN = 64
-"""Chunks in one such query, which keeps nobody waiting for long."""
+"""Chunks per such query, to keep it short."""
 STALE_PER_TICK = 1024
-"""Of what was learned first, in one look for what is known for too long."""
+"""Oldest entries checked for expiry per tick."""
 QUERIES_AGAIN = 4
-"""Such queries in one turn of the upkeep; what is beyond them is known for KNOWN_S."""
+"""Such queries per upkeep step; entries beyond them expire after KNOWN_S."""
 
 
 @dataclass(slots=True)
 class _Known:
-    """Which peers have a chunk, since when that is known, and when it was checked last."""
+    """Peers that have a chunk, since when it is known, and its last check."""
 
     chunk: PeerChunk
     since: float
     checked_at: float
     sender: PeerNode | None = None
-    """Who sent it last, in case it proves wrong."""
+    """The last sender, to blame if it fails verification."""
 
 
 class PeerTier(Tier):
-    """Read-only. ``find`` queries peers, the rest goes by its last answers. Thread-safe."""
+    """Read-only. ``find`` queries peers, the rest uses its last answers. Thread-safe."""
 
     name = "peer"
     shared: ClassVar[bool] = True
@@ -65,11 +65,11 @@ class PeerTier(Tier):
         self._counters = counters
         self._clock = clock
         self._index: dict[ChunkKey, _Known] = {}
-        """In the order in which it was learned."""
+        """In insertion order."""
         self._gone: list[ChunkKey] = []
-        """What no peer has any more."""
+        """Chunks that no peer has any more."""
         self._were_up: frozenset[PeerNode] = frozenset()
-        self._lock = threading.Lock()  # guards the index where it changes, or is read as a whole
+        self._lock = threading.Lock()  # guards changes of the index, and reads of all of it
         peers.after_step = self.check_again
 
     @override
@@ -88,12 +88,12 @@ class PeerTier(Tier):
             ]
 
     def stale(self, *, everything: bool = False) -> list[ChunkKey]:
-        """Return what is known for too long, or of peers that are down; or all."""
+        """Return expired entries and those of peers that are down; or all."""
         oldest = math.inf if everything else self._clock() - KNOWN_S
         up = frozenset(peer for peer in self.peers.known() if peer.is_up)
         with self._lock:
             gone, self._gone = self._gone, []
-            # Only when a peer went down is there anything to look for behind what is old.
+            # Beyond the oldest entries, only a peer that went down can make more of them stale.
             is_usual = self._were_up <= up and not everything
             self._were_up = up
             index = list(islice(self._index.items(), STALE_PER_TICK if is_usual else None))
@@ -101,7 +101,7 @@ class PeerTier(Tier):
         return list(dict.fromkeys([*gone, *late]))
 
     def check_again(self) -> None:
-        """Query peers for some of what is known of them; for the thread of the upkeep."""
+        """Check some entries with their peers; for the upkeep thread."""
         now = self._clock()
         with self._lock:
             index = list(self._index.items())
@@ -121,7 +121,7 @@ class PeerTier(Tier):
             for peer, infos in found.items():
                 for key in set(wanted[peer]) - {info.key for info in infos}:
                     self._withdraw(key, peer)
-            if len(found) < len(wanted):  # one is silent: the upkeep has more to do than wait
+            if len(found) < len(wanted):  # a peer is silent: do not block the upkeep
                 return
 
     @override
@@ -152,7 +152,7 @@ class PeerTier(Tier):
 
     @override
     def batch_key(self, key: ChunkKey) -> object:
-        known = self._index.get(key)  # those of one peer are read by one request
+        known = self._index.get(key)  # chunks of one peer are read by one request
         return known.chunk.peers if known is not None else None
 
     @override
@@ -185,7 +185,7 @@ class PeerTier(Tier):
         return sender is not None
 
     def _withdraw(self, key: ChunkKey, sender: PeerNode | None) -> None:
-        """*sender* does not have *key*, or failed at it: the others are left."""
+        """Remove *sender*, which lacks *key* or failed to send it, from the holders."""
         with self._lock:
             known = self._index.get(key)
             if known is not None:

@@ -1,8 +1,8 @@
-"""Peers: the other servers of a fleet, whose CPU memory this one may read from.
+"""Peers: the other servers of a fleet, whose CPU memory this one may read.
 
-The node directory names the holders of a chunk, or all of a fixed list are queried. Sessions are
-opened and kept in a thread of their own, so that no lookup ever waits for a connection:
-a peer that is not up is not queried.
+The node directory names the holders of a chunk, or all of a fixed list are queried. A separate
+thread opens and renews sessions, so that no lookup waits for a connection: a peer that is not up
+is not queried.
 """
 
 from __future__ import annotations
@@ -41,23 +41,23 @@ from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.tiering.breaker import Breaker
 
 MAX_PEERS = 256
-"""Nodes of the directory that are known at once; the one that was named longest ago goes."""
+"""Limit of known directory nodes; beyond it the least recently named one is dropped."""
 LINKS_PER_PEER = 8
-"""Requests to one peer at once; a further one is a miss there."""
+"""Concurrent requests to one peer; a further one is a miss there."""
 MAX_FAULTS = 3
-"""Wrong answers or wrong bytes, or reads in a row that fail, before a peer is not used."""
+"""Wrong answers or bytes, or failed reads in a row, before a peer is barred."""
 BARRED_S = 60.0
 CONNECT_S = 0.5
-"""For a stream to be opened, or less where a request has less."""
+"""Time limit to open a stream; less if the request has less."""
 UPKEEP_S = 0.25
 _DIAL_S = 1.0
 _JOIN_S = 3.0
 _PATIENT = 0.25
-"""Of a timeout: a request that had less time than this counts nothing against a peer."""
+"""Share of the timeout; a request with less time does not count as a failure of the peer."""
 _EWMA_WEIGHT = 0.2
 _SESSION_ENDED = (LeaseExpiredError, UnauthenticatedError, PermissionDeniedError, ShuttingDownError)
 _NO_KEY = ChunkKey(bytes(32))
-"""A query for it tells whether a peer answers: nobody has it."""
+"""A key that no server has, to query whether a peer answers."""
 
 logger = structlog.get_logger(__name__)
 
@@ -70,51 +70,51 @@ class PeerNode:
     ) -> None:
         self.address = address
         self.number = number
-        """What our clients know it by."""
+        """Its number for our clients."""
         failures, retry_ms = limits.breaker_failures, limits.breaker_retry_ms
         self.breaker = Breaker(f"peer {address}", failures, retry_ms, clock)
         self.first_byte_s = 1e-3
         self.bytes_per_s = 1e9
-        """Exponentially weighted means of its answers."""
+        """Exponentially weighted moving averages of its answers."""
         self.incarnation = 0
-        """Of the start that the directory named last; 0: it named none."""
+        """The last incarnation in the directory; 0: none."""
         self.is_self = False
         self.answered_at = 0.0
         self.session: pb.OpenPeerResponse | None = None
-        """What it opened for this server, as far as is known."""
+        """The open session there, as far as is known."""
         self._clock = clock
         self._opened_at = 0.0
         self._idle: list[StreamLink] = []
         self._in_use: set[StreamLink] = set()
         self._faults = 0
-        self._failed_reads = 0  # in a row, though it answered finds in between
+        self._failed_reads = 0  # in a row; answered finds do not reset it
         self._has_answered = False
         self._barred_until = 0.0
         self._lock = threading.Lock()  # guards the eight above
 
     def load_s(self, size_bytes: int) -> float:
-        """Return how long a frame of *size_bytes* would take."""
+        """Return the estimated seconds to read a frame of *size_bytes*."""
         return self.first_byte_s + size_bytes / self.bytes_per_s
 
     @property
     def is_barred(self) -> bool:
-        """Whether it sent what is wrong, or failed at reads, of late."""
+        """Whether it is barred for recent faults or failed reads."""
         return self._clock() < self._barred_until
 
     @property
     def is_up(self) -> bool:
-        """Whether it may be used: it opened a session, answers, and is not barred."""
+        """Whether it can be used: it has a session, answers, and is not barred."""
         return self.session is not None and not self.breaker.reason and not self.is_barred
 
     def open_session(self, session: pb.OpenPeerResponse) -> None:
-        """Use *session* from now on. The streams of an earlier one are closed."""
+        """Use *session* from now on; close the streams of an earlier one."""
         self.forget()
         with self._lock:
             self.session = session
             self._opened_at = self.answered_at = self._clock()
 
     def forget(self) -> None:
-        """Its session is over, or it is another server by now. Idempotent."""
+        """Drop the session, which ended or belongs to another server now. Idempotent."""
         with self._lock:
             self.session = None
             idle, self._idle = self._idle, []
@@ -126,13 +126,13 @@ class PeerNode:
 
     @property
     def is_connected(self) -> bool:
-        """Whether a request would find a stream that nobody uses."""
+        """Whether it has an idle stream."""
         return bool(self._idle)
 
     def grant_direct_reads(self, space: Namespace) -> pb.LendPeerResponse | None:
-        """Let a client of this server read chunks of *space* there; None unless it is up.
+        """Return a grant for a client to read chunks of *space* there; None unless it is up.
 
-        Time counts from the start of this session, so that clocks of hosts need not agree.
+        Its expiry counts from the start of this session, so that clocks of hosts need not agree.
         """
         with self._lock:
             session, opened_at = self.session, self._opened_at
@@ -149,7 +149,7 @@ class PeerNode:
         )
 
     def take(self, within_s: float) -> StreamLink:
-        """Take a stream for one request, connected in *within_s* seconds where none is idle.
+        """Take a stream for one request: an idle one, or a new one within *within_s* seconds.
 
         Raises QuotaExceededError, LeaseExpiredError, and as ``StreamLink.connect``.
         """
@@ -169,7 +169,7 @@ class PeerNode:
         return stream
 
     def give_back(self, stream: StreamLink) -> None:
-        """Have a stream that was taken used again, or closed in the middle of an answer."""
+        """Return a stream for reuse; close it if its answer is incomplete."""
         with self._lock:
             self._in_use.discard(stream)
             is_kept = stream.is_open and stream.session is self.session
@@ -181,7 +181,7 @@ class PeerNode:
     def note_answer(
         self, first_byte_s: float, size_bytes: int = 0, took_s: float = 0.0, *, is_read: bool
     ) -> None:
-        """It did what was requested: *first_byte_s* until it began, *took_s* for all bytes."""
+        """Record a success: *first_byte_s* until the first byte, *took_s* for all bytes."""
         self.first_byte_s += _EWMA_WEIGHT * (first_byte_s - self.first_byte_s)
         if size_bytes and took_s > 0:
             self.bytes_per_s += _EWMA_WEIGHT * (size_bytes / took_s - self.bytes_per_s)
@@ -193,9 +193,9 @@ class PeerNode:
                 self._failed_reads = 0
 
     def note_failure(self, error: KVStoreError, *, is_read: bool = False) -> str:
-        """Take note of a failed request; return the counter that it belongs to."""
+        """Record a failed request; return the counter that it belongs to."""
         if isinstance(error, QuotaExceededError):
-            return "peer_refusals"  # it is busy, or we are: a miss
+            return "peer_refusals"  # one side is busy: a miss
         if isinstance(error, _SESSION_ENDED):
             self.forget()
             return "peer_lost_sessions"
@@ -204,14 +204,14 @@ class PeerNode:
             return "peer_invalid_answers"
         self.breaker.fail(str(error))
         with self._lock:
-            if is_read and self._has_answered:  # else it is gone, and the breaker's
+            if is_read and self._has_answered:  # else it is down, which the breaker handles
                 self._has_answered = False
                 self._failed_reads += 1
                 self._bar_if_due()
         return "peer_failures"
 
     def note_fault(self) -> None:
-        """It sent a wrong answer, or wrong bytes."""
+        """Record a wrong answer, or wrong bytes."""
         with self._lock:
             self._faults += 1
             self._bar_if_due()
@@ -223,7 +223,7 @@ class PeerNode:
 
 
 Holders = Callable[[Sequence[ChunkKey], float], Mapping[ChunkKey, tuple[NodeAddress, ...]]]
-"""From keys, and seconds that it may take, to who holds each; ``Directory.holders``."""
+"""(keys, timeout in seconds) -> the holders of each; ``Directory.holders``."""
 
 
 class PeerChunk(NamedTuple):
@@ -234,16 +234,16 @@ class PeerChunk(NamedTuple):
 
 
 class _Reads(threading.local):
-    """Of the calling thread: what it reads next, and the link over which more of it is coming."""
+    """The keys that the calling thread reads next, and the link that is sending them."""
 
     keys: Sequence[ChunkKey] = ()
     run: tuple[PeerNode, StreamLink] | None = None
 
 
 class Peers:
-    """Knows live peers, chooses, queries and fetches. Thread-safe. ``step`` is a turn of upkeep.
+    """Tracks live peers, queries them and reads from them. Thread-safe. ``step`` does the upkeep.
 
-    Those at *addresses* are always queried. *dial* opens a session at a peer.
+    Peers at *addresses* are always queried. *dial* opens a session at a peer.
     """
 
     def __init__(
@@ -255,9 +255,9 @@ class Peers:
         clock: Callable[[], float],
     ) -> None:
         self.holders: Holders | None = None
-        """What the node directory knows; None: it is not used."""
+        """Looks up holders in the node directory; None: not used."""
         self.after_step: Callable[[], object] = bool
-        """Called at the end of each turn of the upkeep, in its thread."""
+        """Called at the end of each upkeep step, in its thread."""
         self._reads = _Reads()
         self._limits = limits
         self._timeout_s = limits.peer_timeout_ms / 1000
@@ -277,12 +277,12 @@ class Peers:
         return PeerNode(address, self._limits, self._clock, next(self._numbers))
 
     def start(self, node_id: str, boot_id: int) -> None:
-        """Begin to open sessions, as *node_id*, of whose present start *boot_id* is."""
+        """Start to open sessions as *node_id*; *boot_id* identifies this server's own address."""
         self._node_id, self._boot_id = node_id, boot_id
         self._thread.start()
 
     def close(self) -> None:
-        """Hang up on all, which wakes who waits for one. Idempotent."""
+        """Close all connections, which wakes waiting readers. Idempotent."""
         self._stopping.set()
         for peer in self.known():
             peer.forget()
@@ -290,7 +290,7 @@ class Peers:
             self._thread.join(_JOIN_S)
 
     def known(self) -> list[PeerNode]:
-        """Return every peer that is known, up or not."""
+        """Return all known peers, up or not."""
         with self._lock:
             return [*self._static, *self._listed.values()]
 
@@ -301,7 +301,7 @@ class Peers:
             self.step()
 
     def step(self) -> None:
-        """Open sessions where there is none, and keep the others from ending."""
+        """Open missing sessions, and renew the others."""
         for peer in self.known():
             if self._stopping.is_set() or peer.is_self or peer.is_barred:
                 continue
@@ -314,14 +314,14 @@ class Peers:
 
     def _keep(self, peer: PeerNode) -> None:
         try:
-            if peer.breaker.reason or peer.session is None:  # it may have been started again
+            if peer.breaker.reason or peer.session is None:  # it may have restarted
                 peer.forget()
                 session = self._dial(peer.address, self._node_id, _DIAL_S)
                 peer.is_self = session.server.boot_id == self._boot_id
                 if peer.is_self:
                     return
                 peer.open_session(session)
-                if self._stopping.is_set():  # nobody else hangs up on it any more
+                if self._stopping.is_set():  # ``close`` has passed already
                     peer.forget()
             self.query({peer: [_NO_KEY]})
         except (InvalidRequestError, TierUnavailableError) as error:
@@ -334,7 +334,7 @@ class Peers:
     def find(self, keys: Sequence[ChunkKey], until: float = math.inf) -> dict[ChunkKey, PeerChunk]:
         """Return which of *keys*, of one namespace, are in the memory of peers that are up.
 
-        Takes a timeout for the directory and one for peers, and ends by *until*. Never raises.
+        Takes at most a timeout for the directory and one for peers; ends by *until*. Never raises.
         """
         wanted = self._choose(keys, until)
         if not wanted:
@@ -350,7 +350,7 @@ class Peers:
         return found
 
     def _choose(self, keys: Sequence[ChunkKey], until: float) -> dict[PeerNode, list[ChunkKey]]:
-        """Return the keys by peer: all for the fixed list, for others what the directory names."""
+        """Return keys by peer: all for the fixed list, for others those in the directory."""
         wanted = {peer: list(keys) for peer in self._static if peer.is_up and not peer.is_self}
         if self.holders is None:
             return wanted
@@ -369,7 +369,7 @@ class Peers:
         return wanted
 
     def _peer_of(self, node: NodeAddress) -> PeerNode:
-        """Return the peer that the directory calls *node*; a new one is dialled by the upkeep."""
+        """Return the peer of a directory *node*; the upkeep dials a new one."""
         named = next((one for one in self._static if one.address == node.grpc_address), None)
         if named is not None:
             return named
@@ -381,7 +381,7 @@ class Peers:
             self._listed.move_to_end(node.grpc_address)
             if len(self._listed) > MAX_PEERS:
                 gone.append(self._listed.popitem(last=False)[1])
-            if peer.incarnation not in (0, node.incarnation):  # it was started again
+            if peer.incarnation not in (0, node.incarnation):  # it has restarted
                 gone.append(peer)
             peer.incarnation = node.incarnation
         for one in gone:
@@ -391,9 +391,9 @@ class Peers:
     def query(
         self, wanted: Mapping[PeerNode, Sequence[ChunkKey]], until: float = math.inf
     ) -> dict[PeerNode, list[ChunkInfo]]:
-        """Query all at once, for one timeout or until *until*; return what each that answers has.
+        """Query all in parallel, within a timeout and *until*; return the chunks of each answer.
 
-        One for which no time is left when its turn comes is left out, but not held to have failed.
+        A peer with no time left is skipped, which does not count as its failure.
         """
         started = self._clock()
         deadline = min(started + self._timeout_s, until)
@@ -405,7 +405,7 @@ class Peers:
 
         with ExitStack() as stack:
             begun: list[tuple[PeerNode, StreamLink, Sequence[ChunkKey], float]] = []
-            # Those that have to be connected first keep nobody waiting, and share what is left.
+            # Peers without a connection come last, and share the remaining time.
             peers = sorted(wanted, key=lambda one: not one.is_connected)
             for at, peer in enumerate(peers):
                 left_s = deadline - self._clock()
@@ -430,13 +430,13 @@ class Peers:
     # --- reading
 
     def expect(self, keys: Sequence[ChunkKey]) -> None:
-        """The calling thread reads *keys*, from now on and in this order. Nothing: it hangs up."""
+        """Announce that the calling thread reads *keys* next, in order; empty ends its request."""
         self._reads.keys = keys
         if not keys:
             self._hang_up()
 
     def after(self, key: ChunkKey) -> Sequence[ChunkKey]:
-        """Return what the calling thread reads after *key*, if it was to read that."""
+        """Return the announced keys of the calling thread after *key*, if that is the first."""
         keys = self._reads.keys
         return keys[1:] if keys and keys[0] == key else ()
 
@@ -447,7 +447,7 @@ class Peers:
 
     @contextmanager
     def _link(self, peer: PeerNode) -> Iterator[StreamLink]:
-        """Lend a link to *peer* for a frame, the one that it comes over if it is being sent."""
+        """Yield a link to *peer* for a frame: the one that is sending it, if any."""
         if self._reads.run is not None and self._reads.run[0] is not peer:
             self._hang_up()
         run, self._reads.run = self._reads.run, None
@@ -463,14 +463,14 @@ class Peers:
     def read(
         self, chunk: PeerChunk, out: Bytes, offset: int, following: Sequence[PeerChunk] = ()
     ) -> Generator[tuple[PeerNode, int], None, None]:
-        """Fill *out* with a frame from byte *offset*; yield the sender and how much has come.
+        """Fill *out* with a frame from byte *offset*; yield the sender and the bytes so far.
 
         The fastest of the chunk's peers that is up and has it sends it, unverified; without one
         nothing is yielded. Raises TierUnavailableError when one fails half way. The thread reads
-        *following* next: the same request is for those that the sender has.
+        *following* next: the request includes those that the sender has.
         """
         if self._reads.run is not None and self._reads.run[1].coming != chunk.info.key:
-            self._hang_up()  # on a thread's own link, which sends something else
+            self._hang_up()  # the thread's link sends another frame
         sender = self._reads.run and self._reads.run[0]
         for peer in sorted(
             (peer for peer in chunk.peers if peer.is_up),
@@ -500,7 +500,7 @@ class Peers:
 
 
 def _checked(infos: list[ChunkInfo], link: StreamLink) -> list[ChunkInfo]:
-    """Return *infos* if frames in memory can be so. Raises InvalidRequestError."""
+    """Return *infos* if they are valid raw frames. Raises InvalidRequestError."""
     layout, size = None, 0
     for info in infos:
         if info.layout is not layout:

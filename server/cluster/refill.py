@@ -1,7 +1,7 @@
-"""Refill: what a shared tier has lost, emptied or evicting by itself, is copied there again.
+"""Refill: copies chunks again to a shared tier that has lost them (flushed, or evicting by itself).
 
-A server is not notified of that. It checks: chunks that are put again at once, all others that it
-has elsewhere, too, some at a time.
+Servers are not notified of losses. They check chunks that are put again at once, and all others
+that they have on other tiers, some at a time.
 """
 
 from __future__ import annotations
@@ -18,28 +18,28 @@ from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import TierSlot
 
 CHECK_S = 5.0
-"""Between two checks of chunks that nobody put again, while nothing was missing."""
+"""Interval between checks of other chunks while none was missing."""
 MAX_AGAIN = 4096
-"""Chunks that were put again and wait to be checked; more are checked in their turn."""
+"""Limit of queued chunks that were put again; further ones are checked in the walk."""
 MAX_COPIES = 16
-"""Copies that are made at a time, between which others' go ahead."""
+"""Copies per check, so that other copies can run in between."""
 
 
 class Refill:
-    """Of one shared *slot*. Thread-safe."""
+    """Refills one shared *slot*. Thread-safe."""
 
     def __init__(self, moves: Moves, slot: TierSlot) -> None:
         self._moves = moves
         self._slot = slot
-        # What is checked next, and whether it was missing before: the catalog then names no copy
-        # on the slot any more, so that a walk would not find it.
+        # Chunks to check next, and whether each was missing before: then the catalog lists no copy
+        # on the slot, and a walk would not find it.
         self._again: dict[ChunkKey, bool] = {}
         self._row = 0
         self._next_s = moves.clock() + CHECK_S
         self._rests_until_s = 0.0
 
     def put_again(self, key: ChunkKey) -> None:
-        """Check it at the next tick: the put was answered with `exists`."""
+        """Check at the next tick a chunk whose put was answered with `exists`."""
         if len(self._again) < MAX_AGAIN:
             self._again.setdefault(key, False)
 
@@ -54,7 +54,7 @@ class Refill:
             self._moves.work_queue.submit(f"store-{self._slot.name}", b"refill", work)
 
     def _check(self, *, walks: bool) -> bool:
-        """Check some chunks, and copy some of those that are missing. Return whether any were."""
+        """Check some chunks, and copy some of the missing ones. Return whether any were missing."""
         again, self._again = self._again, {}
         due, row = dict(again), self._row
         if walks:
@@ -64,25 +64,25 @@ class Refill:
                     due.setdefault(one.key, False)
         try:
             missing = self._missing(due)
-        except KVStoreError:  # no answer; the walk goes on from where it was
+        except KVStoreError:  # no answer: the walk resumes at the same place
             self._queue(again)
             self._rests_until_s = self._moves.clock() + CHECK_S
             raise
         self._row = row
         copied = sum(1 for _ in takewhile(self._copy, missing[:MAX_COPIES]))
         self._queue({left: due[left] for left in missing[copied:]})
-        if missing:  # whatever took these took others, too
+        if missing:  # others are probably missing too
             self._next_s = self._moves.clock()
         return bool(missing)
 
     def _queue(self, due: Mapping[ChunkKey, bool]) -> None:
-        """Have these checked again, as far as there is room."""
+        """Queue chunks for another check, up to the limit."""
         for key, was_missing in due.items():
             if key in self._again or len(self._again) < MAX_AGAIN:
                 self._again[key] = was_missing or self._again.get(key, False)
 
     def _missing(self, due: Mapping[ChunkKey, bool]) -> list[ChunkKey]:
-        """Return what of *due* was on the slot, is there no more, and is elsewhere here."""
+        """Return the chunks of *due* that the slot has lost and another tier here has."""
         moves = self._moves
         here = {slot.name for slot in moves.tiers.sources if not slot.tier.shared}
         holders = {key: set(moves.catalog.holders(key)) for key in due}
@@ -99,7 +99,7 @@ class Refill:
         return [k for k in elsewhere if found.get(k) is None and (k in found or due[k])]
 
     def _copy(self, key: ChunkKey) -> bool:
-        """Copy it if that is worth it. False where the slot does not take it now."""
+        """Copy a chunk if it is admitted. Return False if the slot does not take it now."""
         moves, name = self._moves, self._slot.name
         if name in moves.catalog.holders(key):
             moves.catalog.forget(name, key)
@@ -117,7 +117,7 @@ class Refill:
 
 
 def attach_refills(store: Store) -> None:
-    """Have *store* check what its shared tiers lose."""
+    """Attach a Refill to each shared tier of *store*."""
     for slot in store.tiers.lower:
         if slot.tier.shared:
             refill = Refill(store.moves, slot)

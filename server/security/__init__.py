@@ -1,1 +1,1 @@
-"""Who may call, as which tenant, and how much of everything is theirs."""
+"""Authentication, authorization, sessions, rate limits and the audit log."""

@@ -1,8 +1,8 @@
-"""The audit log: who did what, one JSON object a line, each naming the hash of the one before.
+"""The audit log: one JSON object per line, each with the hash of the line before.
 
-A line cannot be changed, left out or put in without the rest of the chain showing it; only its end
-can be cut off, which ``kvstore audit`` finds by comparing with a hash that was noted elsewhere. No
-token, token id, prompt or salt is ever written: keys appear as the first bytes of their namespace.
+Changing, removing or inserting a line breaks the chain. Only truncation does not, which ``kvstore
+audit`` detects by comparison with a hash recorded elsewhere. No token, token id, prompt or salt is
+written: keys appear as the first bytes of their namespace.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import structlog
 from kvstore.proto.errors import InvalidRequestError
 
 QUEUE_EVENTS = 4096
-"""Events waiting to be written; more are dropped and counted in the next line."""
+"""Limit of queued events; further ones are dropped and counted in the next line."""
 KEPT_FILES = 8
-"""The file that is written, and those before it: ``.1`` is the youngest."""
+"""The current file and the rotated ones; ``.1`` is the latest."""
 MAX_LINE_BYTES = 1 << 14
 FIRST = "0" * 64
 _CLOSE_WITHIN_S = 5.0
@@ -35,7 +35,7 @@ logger = structlog.get_logger(__name__)
 
 @dataclass(frozen=True, slots=True)
 class Event:
-    """One call. ``key_prefix``: of the namespace; ``outcome``: OK or an error's class name."""
+    """One call. ``key_prefix`` of the namespace; ``outcome``: OK or an error's class name."""
 
     who: str
     tenant: str
@@ -47,9 +47,9 @@ class Event:
 
 
 class AuditLog:
-    """Writes events to *path* in a thread of its own. Thread-safe; ``note`` never waits.
+    """Writes events to *path* in a separate thread. Thread-safe; ``note`` never waits.
 
-    A file that reaches *file_bytes* is set aside. *wall_clock* gives seconds since 1970. Raises
+    A file that reaches *file_bytes* is rotated. *wall_clock* returns seconds since 1970. Raises
     InvalidRequestError for a file that cannot be written or whose chain is broken.
     """
 
@@ -70,7 +70,7 @@ class AuditLog:
         self._thread.start()
 
     def note(self, event: Event) -> None:
-        """Have *event* written; dropped and counted when too many wait."""
+        """Queue *event*; it is dropped and counted when the queue is full."""
         try:
             self._events.put_nowait((self._wall_clock(), event))
         except Full:
@@ -78,7 +78,7 @@ class AuditLog:
                 self._lost += 1
 
     def close(self) -> None:
-        """Write what waits, and end. Idempotent."""
+        """Write queued events, and stop. Idempotent."""
         with suppress(Full):
             self._events.put(None, timeout=_CLOSE_WITHIN_S)
         self._thread.join(_CLOSE_WITHIN_S)
@@ -117,7 +117,7 @@ class AuditLog:
 
 
 def chained(before: str, fields: dict[str, object]) -> tuple[bytes, str]:
-    """Return the line of *fields* behind the line with hash *before*, and its own hash."""
+    """Return the line of *fields* after the line with hash *before*, and its own hash."""
     body = json.dumps(fields | {"before": before}, sort_keys=True)
     digest = hashlib.sha256(body.encode()).hexdigest()
     return f'{body[:-1]}, "hash": "{digest}"}}\n'.encode(), digest
@@ -138,7 +138,7 @@ def audit_files(path: Path) -> list[Path]:
 
 
 def read_chain(paths: list[Path]) -> Iterator[tuple[dict[str, object], str]]:
-    """Yield each line's fields and hash. Raises InvalidRequestError at the first that is wrong."""
+    """Yield each line's fields and hash. Raises InvalidRequestError at the first invalid line."""
     before: str | None = None
     for path in paths:
         with path.open("rb") as file:
@@ -166,7 +166,7 @@ def _parsed(line: bytes, where: str) -> tuple[dict[str, object], str]:
 
 
 def _end_of(path: Path) -> tuple[str, int]:
-    """Return the hash of the last line, and the number of the next. Drops what a kill tore off."""
+    """Return the hash of the last line, and the number of the next. Truncate a partial line."""
     try:
         for one in reversed(audit_files(path)):
             with one.open("r+b") as file:

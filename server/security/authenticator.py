@@ -1,6 +1,6 @@
-"""The Authenticator: from what a call brought along to the Principal behind it.
+"""The Authenticator: maps the credentials of a call to its Principal.
 
-Of JSON Web Tokens (RFC 7519) the algorithm, audience and issuer are the operator's, not theirs.
+The operator, not the token, sets the algorithm, audience and issuer of JSON Web Tokens (RFC 7519).
 """
 
 from __future__ import annotations
@@ -32,10 +32,9 @@ MIN_HMAC_BYTES = 32
 MAX_TOKEN_CHARS = 8192
 MAX_KEYS = 8
 REMEMBERED = 1024
-"""Tokens whose signature was verified."""
+"""Cached tokens whose signature was verified."""
 MAX_LIFE_S = 366 * 86_400
-"""From now on: a token that is good for longer is refused, as it can be taken back with its key
-alone."""
+"""A token that is valid for longer from now is refused, as only revoking its key revokes it."""
 MAX_SUBJECT_CHARS = 256
 
 _PEM_END = b"-----END PUBLIC KEY-----"
@@ -43,10 +42,10 @@ _REFUSED = "the token is not one of this server's callers"
 
 
 class JwtVerifier:
-    """Verifies tokens under a key; they say ``sub``, ``tenant``, ``roles``, ``exp``, ``aud``.
+    """Verifies tokens with claims ``sub``, ``tenant``, ``roles``, ``exp`` and ``aud``.
 
-    There may be several public keys in PEM; without *keys* no token is good, without *issuer* any
-    issuer. Raises InvalidRequestError for a key that does not go with the algorithm.
+    *keys* may be several public keys in PEM; without it no token is valid. Without *issuer* any
+    issuer is accepted. Raises InvalidRequestError for a key that does not fit the algorithm.
     """
 
     def __init__(self, keys: bytes | None, algorithm: str, audience: str, issuer: str = "") -> None:
@@ -55,9 +54,9 @@ class JwtVerifier:
         self._options: Any = {"require": required}
         self._bounds: Any = {"audience": audience, "issuer": issuer or None, "leeway": LEEWAY_S}
         self.keys: dict[bytes, Any] = {}
-        """By what principals' ``proof`` names them by."""
+        """Keys by the ``proof`` of their principals."""
         self.principal_of: Callable[[str], Principal] = lru_cache(REMEMBERED)(self._verified)
-        """Returns whose a token is. Raises UnauthenticatedError that does not repeat it."""
+        """Returns a token's principal. Raises UnauthenticatedError, which never contains it."""
         if keys is None:
             return
         pieces = keys.split(_PEM_END)
@@ -113,10 +112,10 @@ def _prepared(key: bytes, algorithm: str) -> Any:
 
 
 class Authenticator:
-    """From proofs to the Principal of a call. Thread-safe. *wall_clock* gives seconds since 1970.
+    """Authenticates calls. Thread-safe. *wall_clock* returns seconds since 1970.
 
-    A token decides where there is one, else the certificate. Without any of *keys*, *verifier*
-    and *takes_certificates* every caller is ``ANYBODY``. *revocations* are for both.
+    A token takes precedence over a certificate. Without any of *keys*, *verifier* and
+    *takes_certificates* every caller is ``ANYBODY``. *revocations* apply with both.
     """
 
     def __init__(
@@ -136,7 +135,7 @@ class Authenticator:
         self.is_open = keys is None and verifier is None and not takes_certificates
 
     def principal_of(self, metadata: Metadata, auth_context: AuthContext) -> Principal:
-        """Return who calls. Raises UnauthenticatedError, which repeats nothing of a secret."""
+        """Return the caller's principal. Raises UnauthenticatedError, which contains no secret."""
         if self.is_open:
             return ANYBODY
         pem = next(iter(auth_context.get(CERTIFICATE, ())), None)
@@ -173,12 +172,12 @@ class Authenticator:
         return known
 
     def refresh(self) -> bool:
-        """Read keys again that were replaced. Return whether any were."""
+        """Reload changed key files. Return whether any changed."""
         files = (self._keys, self._revocations, self._verifier)
-        return sum(file.refresh() for file in files if file is not None) > 0  # each of them
+        return sum(file.refresh() for file in files if file is not None) > 0  # refreshes all
 
     def holds(self, principal: Principal) -> bool:
-        """Whether *principal* is still good: neither revoked nor expired."""
+        """Whether *principal* is still valid: neither revoked nor expired."""
         if principal.expires_at <= self._wall_clock():
             return False
         kind = principal.name.partition(":")[0]

@@ -1,4 +1,4 @@
-"""May this caller do this, on this session, now? The same for every transport."""
+"""Authorization of calls, the same for every transport."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ from kvstore.server.telemetry.metrics import Counters
 
 ANY = "any"
 OPEN = "open"
-"""Needs no role: what a probe of the machine's own wants to know."""
+"""Needs no role: health probes."""
 POOL_PREFIX = "pool:"
-"""Of the name that a shared pool has as a tenant; no tenant's own name has a colon."""
+"""Prefix of a shared pool's name as a tenant; real tenants' names have no colon."""
 PREFIX_BYTES = 8
 MAX_TENANT_CHARS = 128
 REFUSALS_PER_S = 20
-"""Written to the audit log of callers that nobody knows; more are only counted."""
+"""Calls of unknown callers written to the audit log; further ones are only counted."""
 
 _BY_ROLE = {
     ANY: "OpenSession Heartbeat CloseSession Status Quota",
@@ -42,19 +42,19 @@ METHODS: Mapping[str, str] = {
 }
 """The role that each method of kvstore.v1 needs, and Slab, Extent and Ring of the Unix socket.
 
-What of Status and Quota is not the caller's own is for admins; so are Explain and Events without a
-session, and Clear and Spaces of a tenant that is named."""
+Role admin is needed for Status and Quota beyond the caller's own, for Explain and Events without a
+session, and for Clear and Spaces of another tenant."""
 
 SERVICES: Mapping[str, str] = {
     "grpc.health.v1.Health": OPEN,
     "grpc.reflection.v1alpha.ServerReflection": "admin",
 }
-"""The same for all methods of the other services."""
+"""The role that all methods of other services need."""
 
 
 @lru_cache(256)
 def role_for(method: str) -> str:
-    """Return the role that *method* needs. Raises PermissionDeniedError for one without a row."""
+    """Return the role that *method* needs. Raises PermissionDeniedError for an unknown one."""
     service, _, name = method.strip("/").rpartition("/")
     role = SERVICES.get(service) or METHODS.get(name)
     if role is None:
@@ -63,7 +63,7 @@ def role_for(method: str) -> str:
 
 
 def _is_of_others(name: str, request: Any, tenant: str) -> bool:
-    """Whether *request* is about more than its caller's own, or a pool it may be let into."""
+    """Whether *request* covers more than its caller's tenant, or a pool it may access."""
     if name in ("Explain", "Events"):
         return not request.session_id
     if request.tenant in ("", tenant):
@@ -74,9 +74,9 @@ def _is_of_others(name: str, request: Any, tenant: str) -> bool:
 def access_to(
     pools: Sequence[Pool], principal: Principal, tenant: str
 ) -> tuple[str, frozenset[str]]:
-    """Return the tenant of the session that *principal* opens for *tenant*, and its roles there.
+    """Return the tenant and roles of the session that *principal* opens for *tenant*.
 
-    *tenant* is empty, the caller's own or a shared pool's, else PermissionDeniedError is raised.
+    *tenant* is empty, the caller's own or a shared pool's. Raises PermissionDeniedError for others.
     """
     if tenant in ("", principal.tenant):
         return principal.tenant, principal.roles
@@ -89,14 +89,14 @@ def access_to(
 
 
 _WIDE = frozenset({"Explain", "Events", "Clear", "Spaces"})
-"""Calls whose messages decide whether they are about others."""
+"""Calls that may cover other tenants, depending on their message."""
 _QUIET = frozenset({"Heartbeat", "Status", "Quota"})
 
 
 class Authorizer:
-    """Checks roles, rates and whose session it is, and records calls. Thread-safe.
+    """Checks roles, rates and session owners, and records calls. Thread-safe.
 
-    Raises InvalidRequestError for files of *config* that cannot be used.
+    Raises InvalidRequestError for unusable files of *config*.
     """
 
     def __init__(
@@ -123,10 +123,10 @@ class Authorizer:
         self._refusals = RateLimit(REFUSALS_PER_S, clock)
         self.clock = clock
         self.counters = Counters()
-        """Of how long calls took, which the transports note."""
+        """Call durations, recorded by the transports."""
 
     def admit(self, principal: Principal, method: str, request: Any = None) -> Session | None:
-        """Return the session that *request* is about, if any; without one check the role alone.
+        """Return the session of *request*, if any; without *request* check the role only.
 
         Raises PermissionDeniedError, QuotaExceededError, LeaseExpiredError for another's session.
         """
@@ -138,7 +138,7 @@ class Authorizer:
         if request is None:
             return None
         session_id = getattr(request, "session_id", 0)
-        if not session_id or name == "CloseSession":  # which looks itself: gone is fine
+        if not session_id or name == "CloseSession":  # idempotent: it looks up the session itself
             self.limits.take_request(principal.tenant)
             return None
         session = self._sessions.get(session_id, principal)
@@ -154,7 +154,7 @@ class Authorizer:
             self.limits.take_request(session.owner.tenant)
 
     def lease_terms(self, session_id: int) -> tuple[str, int]:
-        """Return a session's tenant and how many leases that may have; 0: no limit."""
+        """Return a session's tenant and the tenant's limit of leases; 0: no limit."""
         session = self._sessions.by_id.get(session_id)
         tenant = session.owner.tenant if session else ""
         return tenant, self.limits.of(tenant).leases if session else 0
@@ -168,7 +168,7 @@ class Authorizer:
         request: Any = None,
         peer: Callable[[], str] = str,
     ) -> None:
-        """Record a call; None: a stranger's. *request* may be the number of its chunks."""
+        """Record a call; *principal* None: an unknown caller. *request* may be a chunk count."""
         if self.audit is None:
             return
         name = method.rpartition("/")[2]
@@ -188,20 +188,20 @@ class Authorizer:
         self.audit.note(Event(principal.name, tenant, name, outcome, prefix, chunks, peer()))
 
     def tick(self) -> int:
-        """Read replaced files; end the sessions of callers that are none now. Return how many."""
+        """Reload changed files; end sessions of revoked or expired callers. Return how many."""
         if self.authenticator.is_open:
             return 0
         self.authenticator.refresh()
         return self._sessions.close_unless(self.authenticator.holds)
 
     def close(self) -> None:
-        """Write what waits. Idempotent."""
+        """Write queued audit events. Idempotent."""
         if self.audit is not None:
             self.audit.close()
 
     def note_on(
         self, session: Session | None, method: str, outcome: str, chunks: int, peer: str
     ) -> None:
-        """Record a call of *chunks* over a transport that knows callers by their sessions alone."""
+        """Record a call of *chunks* over a transport that knows callers only by their sessions."""
         owner = session.owner if session else None
         self.note(owner, method, outcome, session, chunks, lambda: peer)

@@ -1,4 +1,4 @@
-"""Certificates: the server's own, which may be replaced while it runs, and its callers'."""
+"""Certificates of the server, which can be replaced at run time, and of callers; CRLs."""
 
 from __future__ import annotations
 
@@ -23,23 +23,23 @@ if TYPE_CHECKING:
 
 MAX_LISTS = 64
 REMEMBERED = 1024
-"""Certificates that were parsed."""
+"""Cached parsed certificates."""
 
 _END = b"-----END X509 CRL-----"
 
 
 @dataclass(frozen=True, slots=True)
 class Revocations:
-    """Certificates that are revoked, by ``proof_of_certificate``."""
+    """Revoked certificates, by ``proof_of_certificate``."""
 
     proofs: frozenset[bytes]
     until_s: float
-    """When the first of the lists is due to be replaced, in seconds since 1970."""
+    """Earliest next update of the lists, in seconds since 1970."""
 
 
 @lru_cache(REMEMBERED)
 def proof_of_certificate(pem: bytes) -> bytes:
-    """Return what names a certificate for its authority: issuer and serial number, hashed."""
+    """Return the hash of a certificate's issuer and serial number."""
     from cryptography import x509
 
     certificate = x509.load_pem_x509_certificate(pem)
@@ -51,10 +51,10 @@ def _proof(issuer: bytes, serial: int) -> bytes:
 
 
 def parse_revocations(data: bytes, authorities: bytes) -> Revocations:
-    """Return what the lists of *data* revoke, all in PEM.
+    """Return the revocations in the CRLs of *data*, in PEM.
 
-    Raises InvalidRequestError for lists that none of *authorities* signed, that are out of date, of
-    changes alone, or for others' certificates.
+    Raises InvalidRequestError for CRLs not signed by one of *authorities*, out of date, or with
+    critical extensions (delta or indirect CRLs).
     """
     from cryptography import x509
 
@@ -93,13 +93,13 @@ def _refused(value: object, fix: str) -> InvalidRequestError:
 
 
 ENGINE_ROLES = frozenset({"read", "write"})
-"""Of a certificate that names no roles."""
+"""Roles of a certificate that names none."""
 
 
 def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.ServerCredentials:
-    """Return credentials that take what the files hold at each handshake.
+    """Return credentials that reload changed files at each handshake.
 
-    *client_ca* None: callers need none. Raises InvalidRequestError for files that do not match.
+    *client_ca* None: no client certificates. Raises InvalidRequestError for mismatched files.
     """
     paths = (cert, key) if client_ca is None else (cert, key, client_ca)
     files = WatchedFile(paths, checked_pair)
@@ -108,14 +108,14 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.Se
         cert, key, *authorities = files.value
         return grpc.ssl_server_certificate_configuration([(key, cert)], *authorities)
 
-    def replaced() -> Any:  # grpc's stubs do not know that it may return None
+    def replaced() -> Any:  # grpc's stubs omit None
         return configuration() if files.refresh() else None
 
     return grpc.dynamic_ssl_server_credentials(configuration(), replaced, client_ca is not None)
 
 
 def checked_pair(cert: bytes, key: bytes, *client_ca: bytes) -> tuple[bytes, ...]:
-    """Return them if they go together. Raises InvalidRequestError."""
+    """Return the files if they match. Raises InvalidRequestError."""
     from cryptography import x509
     from cryptography.hazmat.primitives import serialization
 
@@ -136,9 +136,9 @@ def checked_pair(cert: bytes, key: bytes, *client_ca: bytes) -> tuple[bytes, ...
 
 @lru_cache(REMEMBERED)
 def principal_of_certificate(pem: bytes) -> Principal:
-    """Return whose certificate *pem* is, which TLS has verified.
+    """Return the principal of certificate *pem*, which TLS has verified.
 
-    Its subject's organization is the tenant, the common name who it is, organizational units are
+    The subject's organization is the tenant, the common name the name, organizational units are
     roles. Raises UnauthenticatedError.
     """
     from cryptography import x509

@@ -1,14 +1,14 @@
-"""Files that are read again when they change, and those of keys: API keys of callers, and keys
-that tiers encrypt with, one JSON object a line.
+"""Watched files, and key files: API keys of callers and encryption keys of tiers, one JSON object
+per line.
 
-An API key is ``kvs_ID_SECRET``: 12 hexadecimal digits that say which it is, and 32 random bytes as
-43 characters of base64url. It names a tenant and its roles; its line has ``id``, ``tenant``,
-``roles``, ``hash`` (SHA-256 of the whole key, as ``sha256:`` and 64 digits) and ``made`` (seconds).
-Nobody guesses 256 random bits, so that a slow hash would only slow down the server.
+An API key is ``kvs_ID_SECRET``: an id of 12 hexadecimal digits, and 32 random bytes as 43
+characters of base64url. Its line has ``id``, ``tenant``, ``roles``, ``hash`` (SHA-256 of the whole
+key, as ``sha256:`` and 64 digits) and ``made`` (seconds). 256 random bits cannot be guessed, so a
+slow hash would only slow down the server.
 
-An encryption key's line has ``epoch`` (1 and up; the last one's key is written with), ``key`` (32
-bytes as 64 hexadecimal digits) and ``made``. A key that is taken out is gone: what was encrypted
-with it is missing.
+An encryption key's line has ``epoch`` (1 and up; the last one encrypts new data), ``key`` (32 bytes
+as 64 hexadecimal digits) and ``made``. Removing a key destroys it: data encrypted with it becomes
+missing.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ logger = structlog.get_logger(__name__)
 
 
 class ApiKey(Checked):
-    """A row of the file. ``made`` is in seconds of the wall clock."""
+    """An API key's line. ``made`` is in seconds of the wall clock."""
 
     model_config = ConfigDict(strict=True)
 
@@ -62,12 +62,12 @@ class ApiKey(Checked):
         return self
 
     def principal(self) -> Principal:
-        """Return whose key it is. Raises InvalidRequestError."""
+        """Return the key's principal. Raises InvalidRequestError."""
         return Principal(f"key:{self.id}", self.tenant, self.roles)
 
 
 class EncryptionKey(Checked):
-    """A row of its file."""
+    """An encryption key's line."""
 
     model_config = ConfigDict(strict=True, val_json_bytes="hex", ser_json_bytes="hex")
 
@@ -82,7 +82,7 @@ R = TypeVar("R", ApiKey, EncryptionKey)
 def make_key(
     tenant: str, roles: Iterable[str], random_bytes: Callable[[int], bytes], now_s: float
 ) -> tuple[str, ApiKey]:
-    """Return a new key, to be given away, and its row, to be kept. Raises InvalidRequestError."""
+    """Return a new key for the caller, and its row for the file. Raises InvalidRequestError."""
     key_id = random_bytes(6).hex()
     secret = base64.urlsafe_b64encode(random_bytes(SECRET_BYTES)).rstrip(b"=").decode()
     text = f"kvs_{key_id}_{secret}"
@@ -96,14 +96,14 @@ def _digest(key: str) -> str:
 
 
 class ApiKeys:
-    """The keys of one file, as it stood when it was read."""
+    """The keys of one version of a file."""
 
     def __init__(self, rows: Iterable[ApiKey]) -> None:
         self.rows = {row.id: row for row in rows}
         self._principals = {row.id: row.principal() for row in self.rows.values()}
 
     def principal_of(self, key: str) -> Principal | None:
-        """Return whose *key* is; None for one that is not among them."""
+        """Return the principal of *key*; None if it is unknown."""
         match = _KEY.fullmatch(key)
         if match is None:
             return None
@@ -114,12 +114,12 @@ class ApiKeys:
         return self._principals[row.id] if row is not None and is_right else None
 
     def holds(self, principal: Principal) -> bool:
-        """Whether the key of *principal* is still among them, with the same rights."""
+        """Whether the key of *principal* still exists, with the same rights."""
         return self._principals.get(principal.name.partition(":")[2]) == principal
 
 
 def parse_keys(data: bytes) -> ApiKeys:
-    """Return the keys in a file's bytes. Raises InvalidRequestError that names the line."""
+    """Return the keys in a file's bytes. Raises InvalidRequestError with the line number."""
     rows = _parsed(ApiKey, data, "auth_keys", "kvstore token")
     if len({row.id for row in rows}) < len(rows):
         raise InvalidRequestError("auth_keys", len(rows), "name each key once")
@@ -129,7 +129,7 @@ def parse_keys(data: bytes) -> ApiKeys:
 
 
 def parse_encryption_keys(data: bytes) -> dict[int, EncryptionKey]:
-    """Return the keys in a file's bytes, by epoch. Raises InvalidRequestError that repeats none."""
+    """Return the keys in a file's bytes, by epoch. Raises InvalidRequestError without any key."""
     rows = _parsed(EncryptionKey, data, "encryption_keys", "kvstore keys new")
     found = {row.epoch: row for row in rows}
     if len(found) < len(rows) or len(rows) > MAX_EPOCHS:
@@ -152,13 +152,13 @@ def _parsed(kind: type[R], data: bytes, field: str, command: str) -> list[R]:
 def next_key(
     rows: Iterable[EncryptionKey], random_bytes: Callable[[int], bytes], now_s: float
 ) -> EncryptionKey:
-    """Return a key of the epoch behind all of *rows*."""
+    """Return a key of the epoch after all of *rows*."""
     last = max((row.epoch for row in rows), default=0)
     return EncryptionKey(epoch=last + 1, key=random_bytes(KEY_BYTES), made=int(now_s))
 
 
 def write_keys(path: Path, rows: Sequence[ApiKey] | Sequence[EncryptionKey]) -> None:
-    """Replace the file at *path* by *rows*, for this user alone. Raises InvalidRequestError."""
+    """Replace the file at *path* by *rows*, for this user only. Raises InvalidRequestError."""
     data = "".join(row.model_dump_json() + "\n" for row in rows).encode()
     is_encrypting = any(isinstance(row, EncryptionKey) for row in rows)
     (parse_encryption_keys if is_encrypting else parse_keys)(data)
@@ -178,11 +178,11 @@ def write_keys(path: Path, rows: Sequence[ApiKey] | Sequence[EncryptionKey]) -> 
 
 
 class WatchedFile(Generic[T]):
-    """What *parse* makes of some files, read again once one of them has changed. Thread-safe.
+    """The result of *parse* on some files, reloaded when one changes. Thread-safe.
 
-    *parse* raises InvalidRequestError for bytes that will not do: the constructor raises it too,
-    later the last value is kept, and the error logged. Where *gone* is given, ``value`` is what it
-    returns once a file was missing twice in a row: to delete a file of keys revokes them.
+    *parse* raises InvalidRequestError for invalid bytes, and so does the constructor; later the
+    last value is kept and the error logged. With *gone*, ``value`` becomes its result once a file
+    was missing twice in a row: deleting a key file revokes its keys.
     """
 
     def __init__(
@@ -195,19 +195,19 @@ class WatchedFile(Generic[T]):
         self._parse = parse
         self._gone = gone
         self._misses = 0
-        self._lock = Lock()  # who looks while another reads waits, and has the value, too
+        self._lock = Lock()  # a concurrent refresh waits for the new value
         self._seen = list(map(_look, self._paths))
         self.value = parse(*map(read_guarded, paths))
 
     def refresh(self) -> bool:
-        """Read again what has changed. Return whether ``value`` is another now."""
+        """Reload changed files. Return whether ``value`` changed."""
         seen = list(map(_look, self._paths))
         with self._lock:
             if self._gone is not None and None in seen:
                 self._misses += 1
-                if self._misses != _LOOKS:  # an editor may be about to put another in its place
+                if self._misses != _LOOKS:  # an editor may be replacing the file
                     return False
-                self._seen = [None]  # whatever comes back is read
+                self._seen = [None]  # reload the file when it returns
                 self.value = self._gone()
                 what = "a file of keys was deleted: all of its keys are revoked"
                 logger.error(what, files=self._paths)
@@ -225,7 +225,7 @@ class WatchedFile(Generic[T]):
 
 
 def _look(path: Path) -> tuple[int, int, int] | None:
-    """Return what changes with a file; None for one that is not there."""
+    """Return a fingerprint that changes with the file; None for a missing one."""
     try:
         found = path.stat()
     except (FileNotFoundError, NotADirectoryError):
@@ -236,7 +236,7 @@ def _look(path: Path) -> tuple[int, int, int] | None:
 
 
 def read_guarded(path: Path) -> bytes:
-    """Return a file's bytes. Raises InvalidRequestError where others than root could change it."""
+    """Return a file's bytes. Raises InvalidRequestError if other users but root can change it."""
     try:
         with path.open("rb") as file:
             found = os.fstat(file.fileno())

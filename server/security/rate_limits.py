@@ -1,4 +1,4 @@
-"""What tenants may have besides bytes: chunks, requests a second, leases. May change later."""
+"""Limits of tenants besides bytes: chunks, requests per second, leases. Changeable at run time."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ from kvstore.proto.errors import InvalidRequestError, QuotaExceededError
 from kvstore.server.settings.values import BUCKETS, EVERY_OTHER, MAX_LIMIT
 
 LINES_PER_S = 20
-"""Of log lines of one kind; more are counted in the next one."""
+"""Log lines of one kind per second; further ones are counted in the next line."""
 
 REFUSED = "refused"
-"""The event of a refused call; its ``error`` is a class's name."""
+"""Log event of a refused call; its ``error`` is a class name."""
 
 
 class RateLimit:
-    """A token bucket that a second fills: *per_s* at once, and so many a second in the long run.
+    """A token bucket of *per_s* tokens per second, with bursts of *per_s*. Thread-safe.
 
-    Thread-safe. ``left_out`` counts what was refused since something was taken.
+    ``left_out`` counts refusals since the last success.
     """
 
     def __init__(self, per_s: int, clock: Callable[[], float]) -> None:
@@ -35,7 +35,7 @@ class RateLimit:
         self._lock = Lock()  # guards the three above
 
     def take(self) -> int | None:
-        """Take one. Return how many were left out before it; None when it is left out itself."""
+        """Take a token. Return how many were refused before it; None when it is refused."""
         with self._lock:
             now = self._clock()
             self._left = min(self._per_s, self._left + self._per_s * (now - self._at))
@@ -49,7 +49,7 @@ class RateLimit:
 
 
 class LogLimit:
-    """A processor for structlog: LINES_PER_S of each event, of refusals by class of error."""
+    """A structlog processor that limits each event, refusals by class of error, to LINES_PER_S."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._limits: Mapping[tuple[str, str], RateLimit]
@@ -58,7 +58,7 @@ class LogLimit:
     def __call__(
         self, logger: object, name: str, fields: MutableMapping[str, Any]
     ) -> MutableMapping[str, Any]:
-        """Return *fields*, with what was left out before; raise DropEvent to leave it out too."""
+        """Return *fields* with the count of dropped lines before; raise DropEvent to drop it."""
         event = str(fields.get("event"))
         kind = (event, str(fields.get("error")) if event == REFUSED else "")
         left_out = self._limits[kind].take()
@@ -71,7 +71,7 @@ class LogLimit:
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Of one tenant: chunks on each tier, requests a second, leases at once. 0: no limit."""
+    """Limits of one tenant: chunks on each tier, requests per second, leases. 0: no limit."""
 
     chunks: int = 0
     requests_per_s: int = 0
@@ -87,13 +87,13 @@ NO_LIMITS = Limits()
 
 
 class TenantLimits:
-    """The limits of every tenant, and the rates they are held to. Thread-safe."""
+    """The limits of all tenants, and their token buckets. Thread-safe."""
 
     def __init__(self, limits: Mapping[str, Limits], clock: Callable[[], float]) -> None:
         self.by_tenant = dict(limits)
-        """What is set; read it without the lock."""
+        """Explicit limits; read without the lock."""
         self._clock = clock
-        # One that is pushed out may begin with a full bucket again.
+        # A tenant dropped from the cache starts again with a full bucket.
         self._bucket = lru_cache(BUCKETS)(lambda tenant, rate: RateLimit(rate, self._clock))
         self._lock = Lock()  # guards the table
 
@@ -102,19 +102,19 @@ class TenantLimits:
         return self.by_tenant.get(tenant) or self.by_tenant.get(EVERY_OTHER, NO_LIMITS)
 
     def set(self, tenant: str, limits: Limits) -> None:
-        """Hold *tenant* to *limits* from now on."""
+        """Set the limits of *tenant*."""
         with self._lock:
             if tenant not in self.by_tenant and len(self.by_tenant) >= BUCKETS:
                 raise InvalidRequestError("tenant", tenant, f"at most {BUCKETS} have limits")
             self.by_tenant[tenant] = limits
 
     def tenants(self) -> list[str]:
-        """Return the tenants that have limits of their own."""
+        """Return the tenants with explicit limits."""
         with self._lock:
             return sorted(set(self.by_tenant) - {EVERY_OTHER})
 
     def take_request(self, tenant: str) -> None:
-        """Count one request. Raises QuotaExceededError when the tenant's second is spent."""
+        """Count one request. Raises QuotaExceededError when the tenant's bucket is empty."""
         rate = self.of(tenant).requests_per_s
         if rate and self._bucket(tenant, rate).take() is None:
             raise QuotaExceededError("requests_per_s", rate, f"tenant {tenant!r}")

@@ -1,4 +1,4 @@
-"""Sessions: one connected engine process each. Its death releases everything it owns."""
+"""Sessions: one per connected engine process, whose death releases everything it owns."""
 
 from __future__ import annotations
 
@@ -31,13 +31,13 @@ from kvstore.server.settings.values import TENANT_FIX, TENANT_NAME
 from kvstore.tiers.base import DEFAULT_TENANT
 
 ROLES = frozenset({"read", "write", "admin", "peer"})
-"""read: look up and get; write: put, pin and forget what is one's tenant's; admin: the server;
-peer: another server, which reads chunks of any tenant whose keys it can name."""
+"""read: look up and get; write: put, pin and delete chunks of the own tenant; admin: the server;
+peer: another server, which reads chunks of any tenant whose keys it has."""
 
 
 @dataclass(frozen=True, slots=True)
 class Principal:
-    """Proven by a key, a token or a certificate. ``expires_at`` is in seconds of the wall clock.
+    """An authenticated caller. ``expires_at`` is in seconds of the wall clock.
 
     ``name`` is ``key:ID``, ``jwt:SUBJECT`` or ``cert:NAME``; ``proof`` names the JWT's signing key
     or the certificate, which may be revoked. Raises InvalidRequestError for bad tenants or roles.
@@ -57,7 +57,7 @@ class Principal:
 
 
 def check_tenant(tenant: str) -> str:
-    """Return *tenant*. Raises InvalidRequestError when it cannot be one's name."""
+    """Return *tenant*. Raises InvalidRequestError for an invalid name."""
     if not TENANT_NAME.fullmatch(tenant):
         raise InvalidRequestError("tenant", tenant, TENANT_FIX)
     return tenant
@@ -69,9 +69,9 @@ ANYBODY = Principal("anybody", DEFAULT_TENANT, ROLES)
 
 TOKEN_BYTES = 16
 MAX_PEER_SESSIONS = 256
-"""Of other servers; a fleet's nodes have one each."""
+"""Sessions of other servers, one per node of the fleet."""
 SPARED_SHARE = 8
-"""One of so many sessions is not for a process, or a known tenant, that has as many already."""
+"""The last 1/SPARED_SHARE of sessions is denied to a process or tenant that has as many already."""
 
 _GROUP = LayerGroup(LayerKind.attention, DType.uint8, (0,), 1, 1)
 _ROPE = RopeParameters(theta=1.0, rotary_dim=0)
@@ -80,14 +80,14 @@ _NO_MODEL = (
     Namespace(bytes(DIGEST_BYTES)),
     b"",
 )
-"""What a session of a peer has in the place of a model, its namespace and its digest."""
+"""Placeholder for model, namespace and digest in the session of a peer."""
 
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """What the server knows of one engine process. ``heard_at`` is in the clock's seconds.
+    """The session of one engine process. ``heard_at`` is in seconds on the clock.
 
-    ``owner`` opened it and alone may use it; ``roles`` say for what, of the chunks of ``tenant``.
+    Only ``owner``, who opened it, may use it, with ``roles`` for the chunks of ``tenant``.
     """
 
     session_id: int
@@ -101,36 +101,36 @@ class Session:
     owner: Principal = ANYBODY
     roles: frozenset[str] = ROLES
     is_attached: bool = False
-    """Whether its process holds the Unix socket open: then it is alive."""
+    """Whether its process holds a Unix socket open, which proves that it is alive."""
     is_peer: bool = False
-    """Whether it is another server's, which names chunks by whole keys; it has no model."""
+    """Whether it is another server's, which uses whole keys and has no model."""
     reads_from: frozenset[int] = frozenset()
-    """The other servers that its process reads from itself, by its last get."""
+    """Peers that its process reads directly, by its last get."""
     opened_at: float = 0.0
     """On the clock of the table."""
     process: int = 0
-    """What its process calls itself in all of its sessions; 0: nothing."""
+    """Id of its process, the same in all of its sessions; 0: none."""
     is_closed: bool = False
-    """Set before what it owns is released: nothing may be given to it from then on."""
+    """Set before its resources are released: it must get no new ones from then on."""
 
 
 @dataclass(frozen=True, slots=True)
 class Challenge:
-    """Of a hello: its session, and the client's and the server's nonces."""
+    """The challenge after a hello: its session, and the nonces of client and server."""
 
     session: Session
     nonces: tuple[bytes, bytes]
 
     def proof(self, op: Op) -> bytes:
-        """Return what proves *op*."""
+        """Return the proof for *op*."""
         return proof(self.session.attach_token, op, self.session.session_id, self.nonces)
 
 
 class SessionTable:
     """Live sessions by id.
 
-    *random_bytes* gives secrets and ids, *clock* monotonic seconds. ``on_open`` and ``on_close``
-    are called for each session that was opened or ended, outside the lock.
+    *random_bytes* returns secrets and ids, *clock* monotonic seconds. ``on_open`` and ``on_close``
+    are called for each opened or ended session, outside the lock.
     """
 
     def __init__(
@@ -147,7 +147,7 @@ class SessionTable:
         self._clock = clock
         self._random_bytes = random_bytes
         self.by_id: dict[int, Session] = {}
-        """Others may look a session up, without the lock."""
+        """May be read without the lock."""
         self.is_draining = False
         """Whether new sessions are refused."""
         self.on_open: list[Callable[[Session], None]] = []
@@ -172,7 +172,7 @@ class SessionTable:
         return session
 
     def open_peer(self, node_id: str, owner: Principal) -> Session:
-        """Open another server's session; its earlier one ends. Raises as ``open``."""
+        """Open a session for another server; end its earlier one. Raises as ``open``."""
         with self._lock:
             others = [one for one in self.by_id.values() if one.is_peer]
         for one in others:
@@ -210,9 +210,9 @@ class SessionTable:
             raise QuotaExceededError("max_sessions", self.limit, whose)
 
     def get(self, session_id: int, owner: Principal | None = None) -> Session:
-        """Return a live session and take note of it; where *owner* is given, only look at it.
+        """Return a live session and renew it; with *owner* check the owner without renewal.
 
-        Another's is as if it were not there. Raises LeaseExpiredError.
+        Raises LeaseExpiredError, also for another owner's session.
         """
         session = self.by_id.get(session_id)
         known = session and (session.owner.name, session.owner.tenant)
@@ -225,7 +225,7 @@ class SessionTable:
         return session
 
     def close_unless(self, holds: Callable[[Principal], bool]) -> int:
-        """End the sessions whose owner does not hold any more. Return how many."""
+        """End the sessions whose owner is no longer valid by *holds*. Return how many."""
         with self._lock:
             owners = {one.owner for one in self.by_id.values()}
         gone = {owner for owner in owners if not holds(owner)}
@@ -241,7 +241,7 @@ class SessionTable:
         return Challenge(session, (nonce, self._random_bytes(NONCE_BYTES)))
 
     def close(self, session_id: int) -> bool:
-        """End a session and release what it owns. Return whether it was there."""
+        """End a session and release what it owns. Return whether it existed."""
         with self._lock:
             session = self.by_id.pop(session_id, None)
         if session is None:
@@ -252,12 +252,12 @@ class SessionTable:
         return True
 
     def close_owned(self, session_id: int, owner: Principal) -> None:
-        """``close``, unless the session is somebody else's."""
+        """Close a session of *owner*; ignore others."""
         with suppress(LeaseExpiredError):
             self.close(self.get(session_id, owner).session_id)
 
     def expire(self) -> int:
-        """End the sessions that were silent for longer than the time to live. Return how many."""
+        """End the sessions that were idle for longer than their TTL. Return how many."""
         oldest = self._clock() - self.ttl_ms / 1000
         with self._lock:
             silent = [s for s in self.by_id.values() if s.heard_at < oldest]

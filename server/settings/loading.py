@@ -1,4 +1,4 @@
-"""Where settings come from: the command line, the environment and a YAML file; and what is wrong.
+"""Loads settings from the command line, the environment and a YAML file; builds error messages.
 
 Nothing else in the project reads the environment.
 """
@@ -23,7 +23,7 @@ from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.settings.values import Limits, format_size, text_by_tier
 
 SHORT_NAMES = {"cpu": "cpu_size", "redis": "redis_url", "socket": "socket_path"}
-"""Settings that have a second name, everywhere."""
+"""Aliases of settings, valid in all sources."""
 
 REPLACED = {
     "cpu_codec": "frames in memory are raw",
@@ -38,24 +38,24 @@ REPLACED = {
     "peer_port": "the port is that of bulk: HOST:PORT",
     "zmq_keys": "give events_keys for published events; the bulk channel keeps no key",
 } | {name: f"give --limits {name}=VALUE" for name in Limits.model_fields}
-"""Settings that are gone, and what to give instead."""
+"""Removed settings, and their replacements."""
 
 CONFLICT = "conflict"
-"""The type of an error that names, as ``problems``, settings and what to give instead."""
+"""The type of an error whose ``problems`` are settings and fixes."""
 
 Given: TypeAlias = tuple[str, object]
-"""Where a setting came from, and what it was given."""
+"""Source and value of a setting."""
 
 ModelT = TypeVar("ModelT", bound=BaseModel)
 
 _JOINED = ("limits", "codec", "write", "write_budget")
-"""Settings that name several things: what one source names is over what those below it do."""
+"""Settings with several parts: each part of a source overrides that of lower sources."""
 _SHORT = {name: f"--{short}" for short, name in SHORT_NAMES.items()}
 _PREFIX = "KVSTORE_"
-# Kubernetes puts these into every pod beside a service whose name starts with kvstore.
+# Kubernetes sets these in every pod of a namespace with a service whose name starts with kvstore.
 _FROM_KUBERNETES = re.compile(r"KVSTORE(_.*)?_(SERVICE_(HOST|PORT.*)|PORT(_.*)?)")
 _FROM_COMMANDS = {"KVSTORE_ADDRESS", "KVSTORE_TOKEN_FILE", "KVSTORE_CA"}
-"""Read by the kvstore command alone."""
+"""Read by the kvstore command only."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _GROUPS = {
     "tiers": "the ten that matter first",
@@ -73,15 +73,15 @@ _GROUPS = {
 
 
 def user_folder(variable: str, otherwise: str) -> Path:
-    """Return the folder that an XDG *variable* names, if it is an absolute path."""
+    """Return the folder in an XDG *variable* if it is an absolute path, else *otherwise*."""
     value = os.environ.get(variable, "")
     return Path(value if os.path.isabs(value) else os.path.expanduser(otherwise))
 
 
 def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, str]]:
-    """Return the settings that are given somewhere, and where each of them came from.
+    """Return the settings of all sources, and the source of each.
 
-    Raises InvalidRequestError for flags, files and values, with a line for each that is wrong.
+    Raises InvalidRequestError with a line for each invalid flag, file or value.
     """
     flags = _flags(model.model_fields, argv)
     upper = ((variable.upper(), variable, value) for variable, value in os.environ.items())
@@ -107,14 +107,14 @@ def load(model: type[ModelT], argv: Sequence[str]) -> tuple[ModelT, dict[str, st
     except ValidationError as error:
         for name in _JOINED:
             parts = [source[name] for source in sources if name in source]
-            if len(parts) > 1:  # the wrong one may be of any
+            if len(parts) > 1:  # any source may be the wrong one
                 shown = [value for _, value in parts]
                 given[name] = " and ".join(origin for origin, _ in parts), shown
         raise _refusal(error, given, model.model_fields) from None
 
 
 def _by_full_name(given: Iterable[tuple[str, str, object]]) -> dict[str, Given]:
-    """Return names, spellings and values by full name. Raises InvalidRequestError for doubles."""
+    """Return spellings and values by full name. Raises InvalidRequestError for duplicates."""
     found: dict[str, Given] = {}
     for name, spelling, value in given:
         full = SHORT_NAMES.get(name, name)
@@ -133,10 +133,10 @@ def _flags(fields: Mapping[str, FieldInfo], argv: Sequence[str]) -> dict[str, Gi
     except argparse.ArgumentError as error:
         raise InvalidRequestError("flags", str(error), f"see {parser.prog} --help") from None
     if rest:
-        # Values are not repeated: one may be a password.
+        # Values are not shown: one may be a password.
         named = (word.partition("=")[0] if word.startswith("-") else "***" for word in rest)
         raise InvalidRequestError("flags", " ".join(named), _fix(rest[0], parser))
-    # A flag of rules that is given again adds to those before.
+    # A repeated flag of rules adds to the earlier ones.
     return {
         name: (flag_of(name), ",".join(value) if isinstance(value, list) else value)
         for name, value in vars(known).items()
@@ -160,7 +160,7 @@ def flag_of(name: str) -> str:
 
 
 def _parser(fields: Mapping[str, FieldInfo], shows_all: bool) -> argparse.ArgumentParser:
-    """Return the parser of all flags; unless *shows_all* its help has the first group alone."""
+    """Return the parser of all flags; its help lists the first group only unless *shows_all*."""
     limits = ", ".join(f"{name} ({text})" for name, text in Limits().texts().items())
     rest = f"Limits are {limits}." if shows_all else "--help-all lists every setting."
     parser = argparse.ArgumentParser(
@@ -205,10 +205,10 @@ def _default(field: FieldInfo) -> str:
 def _refusal(
     error: ValidationError, given: Mapping[str, Given], known: Mapping[str, FieldInfo]
 ) -> InvalidRequestError:
-    """Return what *error* says of the values *given*.
+    """Return the message of *error* for the values *given*.
 
-    The Redis URL is never repeated, as a malformed one may hold its password anywhere; nor is
-    what an unknown setting was given, which may be meant for that.
+    It never shows the Redis URL, as a malformed one may contain its password anywhere, nor the
+    value of an unknown setting, which may be a misspelt one.
     """
     problems: list[tuple[str, object, str]] = []
     for item in error.errors(include_url=False):
@@ -259,7 +259,7 @@ def read_settings(path: Path) -> dict[str, object]:
         fix = f"cannot read it: {error.strerror}; name a file that this user can read"
         raise InvalidRequestError("config", str(path), fix) from None
     except (yaml.YAMLError, ValueError) as error:
-        # Not the parser's own words: they repeat the line, which may hold a password.
+        # Not the parser's message: it contains the line, which may hold a password.
         mark = getattr(error, "problem_mark", None)
         where = f"; mistake at line {mark.line + 1}, column {mark.column + 1}" if mark else ""
         raise InvalidRequestError("config", str(path), f"give YAML{where}") from None
@@ -271,7 +271,7 @@ def read_settings(path: Path) -> dict[str, object]:
 
 
 def show(config: BaseModel, origins: Mapping[str, str] | None = None) -> str:
-    """Return *config*, and where values are from, as YAML that ``--config`` reads; URL masked."""
+    """Return *config*, with the sources, as YAML for ``--config``; the Redis URL is masked."""
     lines = []
     for name, field in type(config).model_fields.items():
         shown = as_written(getattr(config, name), field)
@@ -284,7 +284,7 @@ def show(config: BaseModel, origins: Mapping[str, str] | None = None) -> str:
 
 
 def as_written(value: object, field: FieldInfo) -> object:
-    """Return the *value* of a setting as a YAML file has it: a scalar that reads back."""
+    """Return the *value* of a setting as a YAML scalar that parses back."""
     if isinstance(value, tuple):
         return ",".join(map(str, value)) or None
     if isinstance(value, Mapping):
@@ -300,9 +300,9 @@ _BOUNDS = {"enum", "pattern", "minimum", "maximum", "exclusiveMinimum", "exclusi
 
 
 def settings_schema(settings: type[BaseModel]) -> dict[str, Any]:
-    """Return the schema of a file that has some of *settings*, and nothing else.
+    """Return the JSON schema of a file with some of *settings*, and nothing else.
 
-    It knows names, types and bounds. What settings say of one another only the start checks.
+    It covers names, types and bounds. Conflicts between settings are only checked at start.
     """
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
@@ -317,17 +317,17 @@ def _object(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _property(found: dict[str, Any], field: FieldInfo) -> dict[str, Any]:
-    """Return what pydantic *found*, with the text that values of several parts may be."""
+    """Return the schema that pydantic *found*, plus the text form of values of several parts."""
     about = {"description": " ".join((field.description or "").split())}
     if field.annotation is Limits:
         return about | _object(Limits) | {"type": ["string", "object"]}
-    one, *null = found.get("anyOf", [found])  # of an optional one
+    one, *null = found.get("anyOf", [found])  # an optional setting has two
     kind = one.get("type", "string")
     types = kind if isinstance(kind, list) else [kind]
     if kind in ("array", "object"):
         types = ["string", kind]
     elif {"HOST:PORT", "PATH"} & {*map(str, field.metadata)} and not null and "format" not in one:
-        types = ["string", "boolean"]  # what YAML makes of a bare off
+        types = ["string", "boolean"]  # YAML parses a bare off as a boolean
     types = [*types, *(option["type"] for option in null)]
     items = {"items": {"type": "string"}} if kind == "array" else {}
     bounds = {key: value for key, value in one.items() if key in _BOUNDS}

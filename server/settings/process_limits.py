@@ -1,6 +1,6 @@
-"""What this process may take: memory, by its cgroup, and file descriptors, and who gets them.
+"""Limits of this process: memory, by its cgroup, and file descriptors with their shares.
 
-Of descriptors the tiers come first, then the ways in by shares.
+Tiers get descriptors first; each transport gets a share of the rest.
 """
 
 from __future__ import annotations
@@ -17,19 +17,19 @@ from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import MIB, format_size
 
 PROCESS_BYTES = 128 * MIB
-"""What a server takes besides ``--cpu``."""
+"""Memory of a server besides ``--cpu``."""
 OTHERS = 48
-"""For Redis, for pages and for what is opened for a moment."""
+"""Descriptors for Redis, HTTP and short-lived files."""
 LEAST = 16
-"""A way in has that many in any case."""
+"""Minimum per transport."""
 GRPC_SHARE = 2
-"""One of so many that are left may be a connection of gRPC."""
+"""gRPC may use one in this many of the remaining descriptors."""
 SOCKET_SHARE = 4
-"""The same of the Unix socket."""
+"""As GRPC_SHARE, for the Unix socket."""
 BULK_SHARE = 8
-"""The same of the bulk channel."""
+"""As GRPC_SHARE, for the bulk channel."""
 PER_SESSION = 12
-"""So many for each session let it have three at the socket, two of them for its memory."""
+"""Descriptors per session that leave it three at the Unix socket, two of them for its memory."""
 
 logger = structlog.get_logger(__name__)
 
@@ -49,23 +49,23 @@ def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
             mounts, name = [mount / "memory"], "memory.limit_in_bytes"
         else:
             continue
-        # In a container the path may be the host's, which is not there: its own is the mount.
+        # In a container the path may be the host's and missing: then the mount is its cgroup.
         own = PurePosixPath(path.strip("/"))
         for file in (base / folder / name for base in mounts for folder in (own, *own.parents)):
-            with suppress(OSError, ValueError):  # not there, or "max"
+            with suppress(OSError, ValueError):  # missing, or "max"
                 limits.append(int(file.read_text()))
     return min(limits, default=None)
 
 
 def memory_limit_bytes() -> int:
-    """Return what this process may take."""
+    """Return the memory available to this process."""
     machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = cgroup_limit_bytes()
     return machine if limit is None else min(machine, limit)
 
 
 def check_memory(config: Settings) -> None:
-    """Raise InvalidRequestError for a tier that the kernel would end the server for filling."""
+    """Raise InvalidRequestError for a cpu tier larger than the cgroup allows (OOM kill)."""
     limit = cgroup_limit_bytes()
     if limit is None or config.cpu_size + PROCESS_BYTES <= limit:
         return
@@ -76,14 +76,14 @@ def check_memory(config: Settings) -> None:
 
 
 def raise_limit() -> None:
-    """Let this process have as many as it may: the soft limit is often 1024 for select's sake."""
+    """Raise the soft limit of descriptors, often 1024 because of select(), to the hard limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with suppress(OSError, ValueError):  # then it has as many as before
+    with suppress(OSError, ValueError):  # then the soft limit stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
 
 
 def check_enough(sessions: int, taken: int) -> None:
-    """Warn if that many sessions do not all find room beside those that are *taken*."""
+    """Warn if there are too few descriptors for *sessions* beside those *taken*."""
     limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     needed = taken + OTHERS + PER_SESSION * sessions
     if limit != resource.RLIM_INFINITY and limit < needed:
@@ -96,12 +96,12 @@ def check_enough(sessions: int, taken: int) -> None:
 
 
 def taken(config: Settings) -> int:
-    """Return how many are open by now, with those of slabs that will be: a memfd and a map each."""
+    """Return the descriptors open now, plus a memfd and a map for each slab to come."""
     return len(os.listdir("/proc/self/fd")) + 2 * (config.cpu_size // config.cpu_slab_bytes)
 
 
 def share_of(share: int, taken: int, most: int) -> int:
-    """Return one of *share* of those that are left besides *taken*, *most* at most."""
+    """Return 1/*share* of the descriptors besides *taken*, at most *most*."""
     descriptors, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     if descriptors == resource.RLIM_INFINITY:
         return most

@@ -1,4 +1,4 @@
-"""Settings that are more than one value, and the one way in which they are written as text."""
+"""Settings of several values, and their text form."""
 
 from __future__ import annotations
 
@@ -42,10 +42,10 @@ from kvstore.server.settings.values import (
 
 AUTO = "auto"
 CODED_TIERS = ("disk", "redis")
-"""Tiers whose frames need not be raw."""
+"""Tiers that can have a codec."""
 MAX_TENANT_CODECS = 1024
 MAX_QUOTAS = 7
-"""Of tenants, and of categories: what the policies have columns for."""
+"""Limit for tenants, and for categories, by the columns of the policies."""
 MAX_CATEGORIES = 1024
 MAX_TTL_S = 30 * 24 * 3600
 MAX_POOLS = 256
@@ -55,7 +55,7 @@ _TTL = re.compile(r"([0-9]{1,9})(s|min|h|d)?")
 _SECONDS = {None: 1, "s": 1, "min": 60, "h": 3600, "d": 24 * 3600}
 _BEFORE_TIER = f",(?=(?:{'|'.join(TIER_NAMES)})=)"
 _BEFORE_TENANT = ",(?=[^,=]*/)"
-"""Commas between codecs: those inside of a codec's terms, as of kvq:2,sinks=4, are no others."""
+"""Commas between codecs, but not inside a codec's terms, as in kvq:2,sinks=4."""
 
 
 def _one_of(names: Sequence[str], fix: str) -> Callable[[str], str]:
@@ -70,9 +70,9 @@ def _one_of(names: Sequence[str], fix: str) -> Callable[[str], str]:
 def _by_tier(
     fix: str, default: Mapping[str, Any], check: Callable[[Any], Any], comma: str = ","
 ) -> BeforeValidator:
-    """Return what reads ``VALUE`` for all tiers and ``TIER=VALUE`` for one, over *default*.
+    """Return a validator of ``VALUE`` for all tiers and ``TIER=VALUE`` for one, over *default*.
 
-    Of a list each source is over those before it. *check* returns the value that a text is.
+    In a list later sources override earlier ones. *check* parses a value.
     """
 
     def read(value: object) -> dict[str, Any]:
@@ -93,7 +93,7 @@ def _by_tier(
 
 
 class Parts(Checked):
-    """Values that are also given as one text: of ``_form``, a pattern that names them."""
+    """Values with a text form: ``_form`` is a pattern with a group for each."""
 
     _form: ClassVar[str]
     _fix: ClassVar[str]
@@ -111,7 +111,7 @@ class Parts(Checked):
 
 
 class Rule(Parts):
-    """One of several that are given as text, which is kept."""
+    """One of several rules with a text form, which is kept."""
 
     text: str
 
@@ -120,7 +120,7 @@ class Rule(Parts):
 
 
 def _rules(each: str, most: int, comma: str = ",") -> WrapValidator:
-    """Return what reads at most so many rules from text or a list: one for *each*."""
+    """Return a validator of at most *most* rules, as text or a list, one for *each*."""
 
     def read(value: Any, handler: ValidatorFunctionWrapHandler) -> tuple[Rule, ...]:
         texts = [one for one in re.split(comma, value) if one] if isinstance(value, str) else value
@@ -180,12 +180,12 @@ TierBudgets = Annotated[
 
 
 def is_auto(name: str) -> bool:
-    """Whether the codec *name* is to be chosen at the start."""
+    """Whether the codec *name* is chosen at start."""
     return name.partition(":")[0] == AUTO
 
 
 def auto_accuracy(name: str) -> Accuracy:
-    """Return the least that ``auto`` or ``auto:ACCURACY`` may choose. Raises ValueError."""
+    """Return the least accuracy of ``auto`` or ``auto:ACCURACY``. Raises ValueError."""
     _, colon, least = name.partition(":")
     if not colon:
         return Accuracy.exact
@@ -195,7 +195,7 @@ def auto_accuracy(name: str) -> Accuracy:
 
 
 def checked_codec(name: object) -> str:
-    """Return *name* if it is a codec, with or without its terms. Raises ValueError."""
+    """Return *name* if it is a codec, with or without terms. Raises ValueError."""
     name = str(name)
     if is_auto(name):
         auto_accuracy(name)
@@ -221,7 +221,7 @@ def _tenant_codec(name: str) -> str:
 
 
 class TenantCodec(Rule):
-    """The codec of one tenant's chunks on one tier, in place of the tier's own."""
+    """The codec of one tenant's chunks on one tier, instead of the tier's own."""
 
     _form = "(?P<tenant>[^/=]+)/(?P<tier>[^=]+)=(?P<codec>.+)"
     _fix = "TENANT/TIER=CODEC, such as acme/redis=kvq:2"
@@ -253,7 +253,7 @@ TenantCodecs = Annotated[
 
 
 class TenantQuota(Rule):
-    """What the chunks of one tenant may take of a tier, and are sure of; no tier: of each."""
+    """The quota and guaranteed minimum of one tenant on a tier; no tier: on each."""
 
     _form = "(?P<tenant>[^/=]+)(/(?P<tier>[^=]+))?=(?P<quota>[^:]+)(:(?P<guaranteed>.+))?"
     _fix = "TENANT=SIZE, TENANT=SIZE:GUARANTEED or TENANT/TIER=SIZE"
@@ -287,7 +287,7 @@ def _category(name: str) -> str:
 
 
 class CategoryTerm(Rule):
-    """How long chunks of a category live, and what they may take of each tier; 0: no limit."""
+    """The TTL of a category's chunks, and their quota on each tier; 0: no limit."""
 
     _form = "(?P<category>[^=]+)=(?P<ttl_s>[^:]+)?(:(?P<quota>.+))?(?<!=)"
     _fix = "CATEGORY=TTL or CATEGORY=TTL:SIZE, such as batch=10min:1GiB"
@@ -300,7 +300,7 @@ Limit = Annotated[int, Field(ge=0, le=MAX_LIMIT)]
 
 
 class TenantLimit(Rule):
-    """What one tenant may have besides bytes, or each that is not named. 0: no limit."""
+    """Limits of one tenant, or of each other one, besides bytes. 0: no limit."""
 
     _form = "(?P<tenant>[^=]+)=(?P<chunks>[^:]+):(?P<requests_per_s>[^:]+):(?P<leases>.+)"
     _fix = "TENANT=CHUNKS:REQUESTS_PER_S:LEASES, 0 for no limit"
@@ -356,7 +356,7 @@ Members = Annotated[tuple[AnyTenant, ...], BeforeValidator(_members)]
 
 
 class Pool(Rule):
-    """Who may read a pool, and who may also put into it; ``*`` is every tenant."""
+    """The tenants that may read a pool, and those that may also write; ``*`` is every tenant."""
 
     _form = "(?P<name>[^=]+)=(?P<readers>[^:]+)?(:(?P<writers>.+))?(?<!=)"
     _fix = "POOL=READER+READER:WRITER, such as library=*:curator"
@@ -365,7 +365,7 @@ class Pool(Rule):
     writers: Members = ()
 
     def roles(self, tenant: str) -> frozenset[str]:
-        """Return what *tenant* may do here."""
+        """Return the roles of *tenant* in the pool."""
         if {tenant, EVERY_OTHER} & {*self.writers}:
             return frozenset({"read", "write"})
         if {tenant, EVERY_OTHER} & {*self.readers}:
@@ -380,7 +380,7 @@ SharedPools = Annotated[tuple[Pool, ...], _rules("name once", MAX_POOLS), "POOL=
 
 
 class DiskFolder(Parts):
-    """One folder of the disk tier and the bytes it may take."""
+    """One folder of the disk tier and its capacity."""
 
     _form = "(?P<capacity_bytes>[^:]+)(:(?P<path>.+))?"
     _fix = "SIZE:PATH, SIZE or PATH, such as 100GiB:/var/lib/kvstore"
@@ -394,7 +394,7 @@ class DiskFolder(Parts):
 
 
 def _disk_texts(value: object) -> object:
-    """Split text at commas; a path without a size has the size before it."""
+    """Split text at commas; a path without a size has the size of the one before."""
     if not isinstance(value, str):
         return [value] if isinstance(value, Mapping) else value
     texts: list[str] = []
@@ -420,13 +420,13 @@ def _apart(folders: tuple[DiskFolder, ...]) -> tuple[DiskFolder, ...]:
 DiskFolders = Annotated[
     tuple[DiskFolder, ...], BeforeValidator(_disk_texts), AfterValidator(_apart), "SIZE:PATH"
 ]
-"""The first one also holds the index; extents are spread over all of them."""
+"""The first one also holds the index; extents are spread over all."""
 
 
 class GpuConfig(Parts):
-    """How much memory the gpu tier takes, and on which device.
+    """Capacity and device of the gpu tier.
 
-    ``device`` counts as CUDA does, among the devices that CUDA_VISIBLE_DEVICES leaves.
+    ``device`` is the CUDA index among the devices in CUDA_VISIBLE_DEVICES.
     """
 
     _form = "(?P<capacity_bytes>[^:]+)(:(?P<device>[0-9]+))?"

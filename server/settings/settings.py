@@ -1,9 +1,9 @@
-"""Every setting of a server, as one model; ``load_config`` fills it.
+"""All settings of a server, as one model; ``load_config`` fills it.
 
-A setting has one name in three spellings: ``--redis-size``, ``KVSTORE_REDIS_SIZE`` and
-``redis_size:`` in a YAML file. Flags win over the environment, which wins over the file, which
-wins over the default. A value that cannot be used stops the start; the message names every such
-setting, its value, where it came from and what to give.
+A setting can be given as a flag (``--redis-size``), an environment variable
+(``KVSTORE_REDIS_SIZE``) or a YAML key (``redis_size:``). Flags override the environment, which
+overrides the file, which overrides the default. An invalid value stops the start; the message lists
+every such setting with its value, source and fix.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ from kvstore.tiers.redis_url import DEFAULT_PREFIX, parse_redis_url
 
 MIN_SECRET_BYTES = 16
 SOCKET_PATH_BYTES = 107
-"""What a Unix socket's address holds."""
+"""Longest address of a Unix socket."""
 REDIS_FIX = (
     "give --redis redis://host:6379/0, redis+sentinel://host:26379/service or"
     " redis+cluster://host:6379,host:6379, with rediss for TLS"
@@ -79,19 +79,19 @@ TLS_FILES = {
     "redis_tls_cert": "ssl_certfile",
     "redis_tls_key": "ssl_keyfile",
 }
-"""Settings of the files that open Redis, and the options of its URL that name them too."""
+"""Settings of TLS files for Redis, and the equivalent options of its URL."""
 _CUDA_CONTROL = Path("/dev/nvidiactl")
 _ANY_HOST = ("0.0.0.0", "::")  # noqa: S104 - compared with
 
 Problems: TypeAlias = "Iterator[tuple[str, str]]"
-"""Names of settings, and what to give instead."""
+"""Pairs of a setting and its fix."""
 
 
 # --- addresses
 
 
 def _off(value: object) -> object:
-    return "off" if value is False else value  # what YAML makes of a bare off
+    return "off" if value is False else value  # YAML parses a bare off as False
 
 
 def _or_off(check: Callable[[str], str]) -> AfterValidator:
@@ -181,11 +181,11 @@ PasswordFile = Annotated[Annotated[ReadableFile, AfterValidator(_password_file)]
 SecretFile = Annotated[Annotated[ReadableFile, AfterValidator(_secret_file)] | None, "PATH"]
 
 
-# --- names with commas between them
+# --- comma-separated names
 
 
 def _names(value: object) -> object:
-    """Split text at its commas; nothing is left of ``off``."""
+    """Split text at commas; return None for ``off``."""
     if _off(value) == "off":
         return None
     if not isinstance(value, str):
@@ -225,7 +225,7 @@ NAMES = BeforeValidator(_names)
 
 
 class Settings(Checked):
-    """Every setting of one server, checked. Built by ``load_config``, or directly in tests."""
+    """All settings of one server, validated. Built by ``load_config``, or directly in tests."""
 
     # --- the ten that matter first
     tiers: Annotated[tuple[str, ...], NAMES, AfterValidator(_tiers), "NAMES"] = ("cpu", "disk")
@@ -414,38 +414,38 @@ class Settings(Checked):
     def _check_together(self) -> Settings:
         problems = (_tier_problems, _caller_problems, _address_problems, _event_problems)
         found = [problem for each in problems for problem in each(self)]
-        if found:  # the text has no values: one may hold a password
+        if found:  # the text contains no values: one may hold a password
             text = "; ".join(f"{name}: {fix}" for name, fix in found)
             raise PydanticCustomError(CONFLICT, text, {"problems": found})
         return self
 
     @property
     def authenticates_callers(self) -> bool:
-        """Whether callers have to say who they are."""
+        """Whether callers must authenticate."""
         return any((self.auth_keys, self.jwt_key, self.tls_client_ca))
 
     @property
     def cpu_slab_bytes(self) -> int:
-        """Memory is shared in slabs of this size."""
+        """Size of shared-memory slabs."""
         return self.limits.cpu_slab_bytes or slab_bytes(self.cpu_size)
 
     @property
     def codecs(self) -> dict[str, str]:
-        """The codec of each tier, by name; memory and peers have raw frames."""
+        """The codec of each tier; memory and peers have raw frames."""
         return dict.fromkeys(("gpu", "cpu", "peer"), "raw") | self.codec
 
     def node_id_for(self, port: int) -> str:
-        """This node's name among the others, where the gRPC service is bound to *port*."""
+        """Return this node's name in the directory, with the gRPC service bound to *port*."""
         return self.node_id or f"{socket.gethostname()[:100]}:{port}"
 
     def socket_path_for(self, port: int) -> Path | None:
-        """Path of the Unix socket of a server bound to *port*; None when it is off."""
+        """Return the path of the Unix socket of a server bound to *port*; None when it is off."""
         if self.socket_path == "off":
             return None
         return Path(self.socket_path.replace("{port}", str(port)))
 
     def redis_access(self, url: str) -> str:
-        """Return *url* with these settings' user, password (RedisClient masks it) and TLS files."""
+        """Return *url* with the configured user, password (RedisClient masks it) and TLS files."""
         scheme, _, rest = url.partition("://")
         place, _, query = rest.partition("?")
         if self.redis_password_file is not None:
@@ -457,7 +457,7 @@ class Settings(Checked):
         return f"{scheme}://{place}" + (f"?{query}" if query else "")
 
 
-# --- what settings say of one another: files that come in pairs, and who could reach an address
+# --- conflicts between settings: files that come in pairs, addresses that other hosts can reach
 
 
 def _tier_problems(config: Settings) -> Problems:
@@ -478,7 +478,7 @@ def _tier_problems(config: Settings) -> Problems:
 
 
 def _redis_access(config: Settings, url: str) -> str:
-    """Return what is wrong with *url* beside the other settings; empty when nothing is."""
+    """Return the conflict of *url* with other settings; empty if there is none."""
     parsed = parse_redis_url(url)
     if config.redis_username and not config.redis_password_file:
         return "--redis-username needs --redis-password-file"
@@ -552,5 +552,5 @@ def _event_problems(config: Settings) -> Problems:
 
 
 def load_config(argv: Sequence[str]) -> Settings:
-    """Return the settings for the flags *argv*. Raises InvalidRequestError, a line a fault."""
+    """Return the settings for the flags *argv*. Raises InvalidRequestError, a line per fault."""
     return load(Settings, argv)[0]

@@ -1,4 +1,4 @@
-"""Values as people write them: sizes, addresses, files, and the limits of ``--limits``."""
+"""Values of settings: sizes, addresses, files, and the limits of ``--limits``."""
 
 from __future__ import annotations
 
@@ -27,22 +27,22 @@ MAX_SLAB_BYTES = 256 * MIB
 MAX_SIZE_BYTES = 1 << 50
 MAX_PASSWORD_BYTES = 4096
 MAX_QUERIED_PEERS = 16
-"""In one lookup, and in a fixed list."""
+"""Limit of peers per lookup, and in a fixed list."""
 GET_BYTES = 16 << 20
-"""What one get is counted with: about what the sockets of both ends can hold of it."""
+"""Bytes counted per get: about what the sockets of both ends can buffer."""
 DIRECTORY = "directory"
-"""In ``peers``: the servers that the node directory names."""
+"""In ``peers``: the servers in the node directory."""
 EVERY_OTHER = "*"
-"""In lists of tenants: each that is not named."""
+"""In lists of tenants: every tenant that is not listed."""
 MAX_LIMIT = 1 << 40
 BUCKETS = 4096
-"""Tenants that have limits, and whose rate is watched."""
+"""Limit of tenants with limits, and of rate limiters."""
 TENANT_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 TENANT_FIX = "use letters, digits and _.-, 128 at most"
 TIER_NAMES = ("gpu", "cpu", "disk", "redis")
-"""From the fastest to the farthest."""
+"""Fastest first."""
 MAX_RATIO = 0.75
-"""A gate of blending that would have to recompute more closes: full prefill is then as good."""
+"""A blending gate that must recompute more closes: full prefill is then as good."""
 
 TierName = Literal["gpu", "cpu", "disk", "redis"]
 StateRule = Literal["all", "judicious"]
@@ -51,7 +51,7 @@ _SIZE = re.compile(r"([0-9]{1,18})\s*([KkMmGgTt][Ii]?)?[Bb]?")
 
 
 def parse_size(value: object) -> int:
-    """Return bytes from a number or from text such as ``512MiB``. Raises ValueError."""
+    """Return bytes from a number or text such as ``512MiB``. Raises ValueError."""
     if isinstance(value, int) and not isinstance(value, bool):
         return value
     match = _SIZE.fullmatch(value.strip()) if isinstance(value, str) else None
@@ -63,7 +63,7 @@ def parse_size(value: object) -> int:
 
 
 def format_size(size_bytes: int) -> str:
-    """Return *size_bytes* in the largest unit that shows it exactly; parse_size reads it."""
+    """Return *size_bytes* in the largest exact unit; the inverse of parse_size."""
     for name, unit in (("TiB", TIB), ("GiB", GIB), ("MiB", MIB), ("KiB", KIB)):
         if size_bytes and size_bytes % unit == 0:
             return f"{size_bytes // unit}{name}"
@@ -71,16 +71,16 @@ def format_size(size_bytes: int) -> str:
 
 
 def text_by_tier(values: Mapping[str, object]) -> str:
-    """Return *values* by tier as text: what most tiers have, then what the others have."""
+    """Return *values* by tier as text: the most common value, then the exceptions."""
     texts = {t: format_size(v) if isinstance(v, int) else str(v) for t, v in values.items()}
     usual = Counter(texts.values()).most_common(1)[0][0]
     return ",".join([usual, *(f"{tier}={text}" for tier, text in texts.items() if text != usual)])
 
 
 def named_values(value: object, fix: str, comma: str = ",") -> list[list[tuple[str, object]]]:
-    """Return the ``NAME=VALUE`` pairs of a text or a mapping, or of each in a list; "" for no name.
+    """Return the ``NAME=VALUE`` pairs of a text or mapping, or of each in a list; "" for no name.
 
-    *comma* matches what is between them. Raises ValueError with *fix*.
+    *comma* matches the separator. Raises ValueError with *fix*.
     """
     found: list[list[tuple[str, object]]] = []
     for one in value if isinstance(value, list) else [value]:
@@ -108,12 +108,12 @@ def parse_endpoint(value: str) -> tuple[str, int]:
 
 
 def join_endpoint(host: str, port: int) -> str:
-    """Return what ``parse_endpoint`` splits so."""
+    """Return the endpoint as text; the inverse of ``parse_endpoint``."""
     return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def unresolved(host: str) -> str:
-    """Return what is wrong with a name that does not resolve; empty for one that does."""
+    """Return the fix for a name that does not resolve; empty for one that does."""
     try:
         socket.getaddrinfo(host, None)
     except (OSError, UnicodeError):
@@ -122,11 +122,11 @@ def unresolved(host: str) -> str:
 
 
 def slab_bytes(cpu_bytes: int) -> int:
-    """Return a size of slabs for a cpu tier: near a power of two near a sixteenth of it, a 32nd
-    more, and what is left over.
+    """Return the slab size of a cpu tier: the power of two below a sixteenth of it, plus 1/32,
+    plus an equal part of the remainder.
 
-    Few slabs to pass, room for a frame; the odd 32nd because a frame is a power of two and its
-    header, of which a slab of a power of two would hold one less than it could.
+    Few slabs to share, each large enough for a frame. The extra 1/32 is for headers: a frame is a
+    power of two plus a header, and a slab of a power of two would hold one frame less.
     """
     near = 1 << (cpu_bytes // 16).bit_length() - 1
     near = max(MIN_TIER_BYTES, min(near, MAX_SLAB_BYTES))
@@ -135,7 +135,7 @@ def slab_bytes(cpu_bytes: int) -> int:
 
 
 def check_tenant_name(name: str) -> str:
-    """Return *name*. Raises ValueError for what is no tenant's name."""
+    """Return *name*. Raises ValueError for an invalid tenant name."""
     if not TENANT_NAME.fullmatch(name):
         raise ValueError(f"no tenant's name: {TENANT_FIX}")
     return name
@@ -154,12 +154,12 @@ def is_loopback(host: str) -> bool:
 
 
 def absolute(path: Path) -> Path:
-    """Return *path* with the home folder and the working folder filled in."""
+    """Return *path* as an absolute path, with ``~`` expanded."""
     return path.expanduser().absolute()
 
 
 def read_password(path: Path) -> str:
-    """Return the one line of text that the file holds. Raises ValueError."""
+    """Return the single line of text in the file. Raises ValueError."""
     with path.open("rb") as file:
         data = file.read(MAX_PASSWORD_BYTES + 1)
     try:
@@ -173,8 +173,8 @@ def read_password(path: Path) -> str:
 
 @dataclass(frozen=True)
 class GateTerms:
-    """What blending is held to. ``ratio`` is what a gate begins with, ``shadow_share`` how many
-    of the requests are compared once nothing has changed for long.
+    """Bounds of blending gates. ``ratio`` is the initial one of a gate, ``shadow_share`` the share
+    of requests compared once a gate has been stable for long.
     """
 
     ratio: float = 0.3
@@ -183,7 +183,7 @@ class GateTerms:
     shadow_share: float = 0.005
 
 
-# --- what settings take; the text at the end of each is what --help calls the value
+# --- types of settings; the text at the end of each is its metavar in --help
 
 
 def checked_size(value: object) -> int:
@@ -220,7 +220,7 @@ OwnPath = Annotated[Path, AfterValidator(absolute), "PATH"]
 
 
 class Checked(BaseModel):
-    """Values that are checked once and stay as they are."""
+    """Immutable values, validated once."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -232,7 +232,7 @@ class Checked(BaseModel):
 
 
 class Limits(Checked):
-    """Limits that hardly anybody has to change, with their defaults and bounds."""
+    """Rarely changed limits, with their defaults and bounds."""
 
     cpu_slab_bytes: Annotated[Size, AfterValidator(_slab)] = 0
     """memory is shared in slabs of this size; 0: from --cpu"""

@@ -1,8 +1,8 @@
-"""Events: which chunks the tiers of this node alone gain and lose, for readers that follow; and
-outcomes: what last became of a chunk, for Explain.
+"""Events: chunks added to and removed from this node's own tiers, for subscribers; and outcomes:
+the last fate of a chunk, for Explain.
 
-Events are as vLLM's (vllm/distributed/kv_events.py): numbered, kept for a while for readers that
-missed some, and hints only: acting on one that is wrong ends in a miss.
+Events follow vLLM's (vllm/distributed/kv_events.py): numbered, kept for a while for readers that
+missed some, and hints only: acting on a wrong one ends in a miss.
 """
 
 from __future__ import annotations
@@ -27,16 +27,16 @@ from kvstore.proto.types import (
 )
 
 _ROW = Struct("<32s16sqqIBB")
-"""Key, parent, number, own number, tokens, number of the tier, accuracy."""
+"""Key, parent, number, own number, tokens, tier number, accuracy."""
 
 _ACCURACIES = {accuracy.value: accuracy for accuracy in Accuracy}
 
 
 class Event(NamedTuple):
-    """A copy came to *tier*, or left it: then it has no tokens.
+    """A copy was added to *tier*, or removed: then *tokens* is 0.
 
-    *number* counts all events, *own* those of the key's namespace, so that nobody learns from it
-    how much others do. Both are 0 for what is listed as held.
+    *number* counts all events, *own* those of the key's namespace, so that it reveals no activity
+    of others. Both are 0 for copies listed as held.
     """
 
     key: ChunkKey
@@ -54,26 +54,26 @@ class Event(NamedTuple):
 
 
 MAX_OUTCOMES = 16_384
-"""Chunks whose last outcome is remembered; the oldest is forgotten first. About 6 MB."""
+"""Limit of remembered outcomes, the latest; about 6 MB."""
 MAX_DETAIL_CHARS = 200
 PAGE_EVENTS = 512
 EVENT_READERS = 16
-"""Each has a thread of its own while it reads."""
+"""Each occupies a thread while it reads."""
 EVENT_READERS_PER_TENANT = 4
 POLL_S = 0.02
-"""How late an event may be: what comes meanwhile goes out together."""
+"""Largest delay of an event: events are batched meanwhile."""
 MAX_SPACES = 4096
-"""Namespaces whose events have numbers of their own. One that is pushed out goes on from the number
-of all, and learns it."""
+"""Limit of namespaces with separate numbers. A dropped one continues from the number of all, which
+it then reveals."""
 
 
 Held = Callable[[int, Namespace | None], tuple[list[Event], int]]
-"""From a row, the copies of some rows from it on as events, and the next row; 0 at the end."""
+"""(first row, namespace) -> copies in some rows as events, and the next row, 0 at the end."""
 
 
 class Page(NamedTuple):
-    """*events* in order. *cleared*: what was known before is void; *cursor*: where to go on from,
-    0 while what is held is still being listed.
+    """*events* in order. *cleared*: earlier knowledge is void; *cursor*: where to resume, 0 while
+    held copies are still being listed.
     """
 
     events: list[Event]
@@ -82,12 +82,12 @@ class Page(NamedTuple):
 
 
 class EventLog:
-    """The latest *size* events of *tiers*, each in the place of its number.
+    """A ring buffer of the latest *size* events of *tiers*.
 
-    One thread at a time writes: it holds the catalog's lock. Any number reads, without a lock: a
-    row is written and read in one call of ``struct`` each, and has its number, so a reader that is
-    late sees that another is in its place. *held* lists what is there now; *on_restart* is called
-    when a reader fell behind. 65,536 events take 4.6 MB, from the start; as objects 21 MB.
+    Writers hold the catalog's lock. Readers need no lock: a row is written and read in one call of
+    ``struct`` each and contains its number, so a late reader detects that it was overwritten.
+    *held* lists the current copies; *on_restart* is called when a reader fell behind. 65,536 events
+    take 4.6 MB, allocated at start; as objects 21 MB.
     """
 
     def __init__(
@@ -96,25 +96,25 @@ class EventLog:
         self.held = held
         self.on_restart = on_restart
         self.tiers = {tier: number for number, tier in enumerate(sorted(tiers))}
-        """Their numbers in rows."""
+        """Tier numbers in rows."""
         self._names = list(self.tiers)
         self._size = size
-        # Multiplied, not made empty: then the pages are there now, rather than one by one.
+        # Multiplication writes all pages now, rather than one by one later.
         self._rows = bytearray(b"\0") * (size * _ROW.size)
         self._counts: OrderedDict[bytes, int] = OrderedDict()
-        self._least = 1  # what a namespace that is not in *_counts* counts from
+        self._least = 1  # start of the count of a namespace that is not in *_counts*
         self.last = 1
-        """The number of the latest event; there was none before 2, as no cursor is 0."""
+        """The number of the latest event; the first is 2, as no cursor may be 0."""
         self.ended = Flag()
-        """Set when readers are to stop: the server does."""
+        """Set when readers must stop because the server stops."""
 
     def stored(self, tier: str, infos: Sequence[ChunkInfo], put_info: object = None) -> None:
-        """Copies became visible on *tier*."""
+        """Record copies that became visible on *tier*."""
         for info in infos:
             self._note(tier, info.key, info.layout.tokens, info.parent, info.accuracy)
 
     def removed(self, tier: str, key: ChunkKey, *, is_last: bool) -> None:
-        """A copy is gone from *tier*."""
+        """Record a copy removed from *tier*."""
         self._note(tier, key, 0, ROOT, Accuracy.approximate)
 
     def _note(
@@ -134,7 +134,7 @@ class EventLog:
         self.last = number
 
     def get(self, number: int) -> Event | None:
-        """Return the event of *number*; None when another is in its place, or none was there."""
+        """Return the event of *number*; None if it was overwritten or never written."""
         row = _ROW.unpack_from(self._rows, number % self._size * _ROW.size)
         key, parent, found, own, tokens, tier, accuracy = row
         if found != number or not found:  # a row that was never written has number 0
@@ -142,14 +142,11 @@ class EventLog:
         return Event(key, self._names[tier], tokens, parent, _ACCURACIES[accuracy], number, own)
 
     def count(self, space: Namespace | None) -> int:
-        """Return the own number of the latest event of *space*; of all without one."""
+        """Return the own number of the latest event of *space*; the number of all for None."""
         return self.last if space is None else self._counts.get(space, self._least)
 
     def number_of(self, space: Namespace | None, own: int) -> int | None:
-        """Return the number of the event that is *space*'s *own*; None when it is overwritten.
-
-        Any number does that is not above it and below its next.
-        """
+        """Return a position from event *own* of *space* to before its next; None if overwritten."""
         last = self.last
         if space is None:
             return own if last - self._size <= own <= last else None
@@ -163,10 +160,10 @@ class EventLog:
 
 
 class EventReader:
-    """One reader's way through the events of *space*, or of all. Not thread-safe.
+    """A reader of the events of *space*, or of all. Not thread-safe.
 
-    A reader that has no place in the log begins with what is held. Its place is taken before it
-    looks, so what changes meanwhile comes behind it, maybe twice.
+    A reader without a position in the log begins with the held copies. Its position is set before
+    they are listed, so changes meanwhile follow, perhaps twice.
     """
 
     def __init__(self, log: EventLog, space: Namespace | None = None) -> None:
@@ -175,22 +172,22 @@ class EventReader:
         self._at: int | None = None
         self._row = 0
         self.cursor = 0
-        """Behind what was read, once ``poll`` has nothing new."""
+        """Position after the events read, once ``poll`` has nothing new."""
 
     def go_on(self, cursor: int) -> None:
-        """Go on behind the page of *cursor*, or begin with what is held if that is too long ago."""
+        """Resume after the page of *cursor*, or begin with held copies if that is overwritten."""
         self._at = self._log.number_of(self._space, cursor) if cursor else None
         self.cursor = cursor
 
     @property
     def is_level(self) -> bool:
-        """Whether all that is held was listed, so that only news come."""
+        """Whether all held copies were listed, so that only new events follow."""
         return self._at is not None and not self._row
 
     def poll(self) -> Page | None:
-        """Return what comes next; None when there is nothing new."""
+        """Return the next page; None when there is nothing new."""
         if self._at is None:
-            # In this order: what comes between the two looks is listed again.
+            # In this order: events between the two reads are listed again.
             self.cursor = self._log.count(self._space)
             self._at = self._log.last
             return self._listed(1, cleared=True)
@@ -201,7 +198,7 @@ class EventReader:
     def _listed(self, row: int, *, cleared: bool = False) -> Page:
         events: list[Event] = []
         while row and not events:
-            sleep(0)  # lets go of the interpreter: this may go through all there is
+            sleep(0)  # release the interpreter lock: this may scan all rows
             found, row = self._log.held(row, self._space)
             events = [one for one in found if one.tier in self._log.tiers]
         self._row = row
@@ -225,7 +222,7 @@ class EventReader:
 
 
 class Fate(Enum):
-    """What can become of a chunk; the value is Explain's word."""
+    """The fate of a chunk; the value is the state in Explain."""
 
     refused = "refused"
     invalid = "invalid"
@@ -239,7 +236,7 @@ class Fate(Enum):
 
 
 class Outcome(NamedTuple):
-    """*tier* is empty where none was concerned, *at_s* a time on the table's clock."""
+    """*tier* is empty if none was involved, *at_s* is on the table's clock."""
 
     fate: Fate
     tier: str
@@ -252,12 +249,12 @@ class Outcomes:
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
-        # Ordered: a plain dictionary looks for its first entry among those that were deleted.
+        # Ordered: a plain dictionary scans deleted entries to find its first one.
         self._by_key: OrderedDict[ChunkKey, Outcome] = OrderedDict()
         self._lock = Lock()  # guards the dictionary
 
     def note(self, key: ChunkKey, fate: Fate, tier: str = "", detail: str = "") -> None:
-        """Keep what became of a chunk in place of what was known of it."""
+        """Record the outcome of a chunk, in place of an earlier one."""
         outcome = Outcome(fate, tier, detail[:MAX_DETAIL_CHARS], self._clock())
         with self._lock:
             self._by_key[key] = outcome
@@ -266,6 +263,6 @@ class Outcomes:
                 self._by_key.popitem(last=False)
 
     def of(self, key: ChunkKey) -> Outcome | None:
-        """Return what last became of a chunk; None when that is not known."""
+        """Return the last outcome of a chunk; None if unknown."""
         with self._lock:
             return self._by_key.get(key)

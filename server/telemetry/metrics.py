@@ -1,4 +1,4 @@
-"""What the server counts. Every series exists at 0 from the start."""
+"""Counters of the server. All series exist at 0 from the start."""
 
 from __future__ import annotations
 
@@ -13,20 +13,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 MAX_TENANTS = 64
-"""Tenants that are counted on their own; all further ones are counted together."""
+"""Tenants counted separately; all further ones are counted together."""
 OTHERS = "others"
 
 TIMED = ("Lookup", "Get", "Put", "Reserve", "Commit", "Release")
-"""Calls whose times are kept: what each request of an engine waits for."""
+"""Calls in the latency histogram: those that an engine's requests wait for."""
 BOUNDS_S = (
     0.0001, 0.0002, 0.0005, 0.001, 0.002, 0.005, 0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1.0, 2.0, 5.0,
     10.0,
 )  # fmt: skip
-"""Times up to so many seconds are counted together; the last count is of all longer ones."""
+"""Upper bounds of the histogram buckets, in seconds; the last bucket has no bound."""
 
 
 class Finds(NamedTuple):
-    """Chunks of lookups: found first on each tier, and by tenant those looked up and found."""
+    """Chunks of lookups: by first tier that had them, and by tenant requested and found."""
 
     tiers: dict[str, int]
     asked: dict[str, int]
@@ -35,7 +35,7 @@ class Finds(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Times:
-    """Calls of one method: how many took no longer than each of BOUNDS_S, and longer; seconds."""
+    """Calls of one method: counts by bucket of BOUNDS_S, and the sum of their seconds."""
 
     counts: tuple[int, ...] = (0,) * (len(BOUNDS_S) + 1)
     total_s: float = 0.0
@@ -136,7 +136,7 @@ COUNTERS: Mapping[str, str] = {
 
 
 class Counters:
-    """Named and labelled counts. Thread-safe; each of what it returns is of one instant."""
+    """Named and labelled counts. Thread-safe; each result is a consistent snapshot."""
 
     def __init__(self) -> None:
         self._values = dict.fromkeys(COUNTERS, 0)
@@ -147,12 +147,12 @@ class Counters:
         self._lock = threading.Lock()  # guards all of them
 
     def add(self, name: str, step: int = 1) -> None:
-        """Count *step* more of *name*."""
+        """Add *step* to *name*."""
         with self._lock:
             self._values[name] += step
 
     def note_move(self, source: str, target: str, size_bytes: int) -> None:
-        """A chunk of so many bytes was copied from one tier to another."""
+        """Record the copy of a chunk of *size_bytes* from one tier to another."""
         with self._lock:
             chunks, moved_bytes = self._moved.get((source, target), (0, 0))
             self._moved[source, target] = chunks + 1, moved_bytes + size_bytes
@@ -160,7 +160,7 @@ class Counters:
     def note_lookup(
         self, tenant: str, asked: int, sources: NDArray[np.uint8], names: Sequence[str]
     ) -> None:
-        """A lookup of *asked* chunks found some, of which *sources* index *names*, the tiers."""
+        """Record a lookup of *asked* chunks; *sources* index the tiers *names* of those found."""
         by_tier = np.bincount(sources).tolist()
         counts = self._finds
         with self._lock:
@@ -173,7 +173,7 @@ class Counters:
                     counts.tiers[name] += count
 
     def note_call(self, method: str, took_s: float) -> None:
-        """A call of *method* ended after *took_s* seconds."""
+        """Record the duration of a call of *method*."""
         name = method.rpartition("/")[2]
         counts = self._calls.get(name)
         if counts is not None:
@@ -191,17 +191,17 @@ class Counters:
             return dict(self._values)
 
     def moves(self) -> dict[tuple[str, str], tuple[int, int]]:
-        """Return chunks and bytes that were copied, by source and target."""
+        """Return chunks and bytes copied, by source and target."""
         with self._lock:
             return dict(self._moved)
 
     def finds(self) -> Finds:
-        """Return what lookups found."""
+        """Return the counts of lookups."""
         with self._lock:
             return Finds(*map(dict, self._finds))
 
     def times(self) -> dict[str, Times]:
-        """Return the times of each method of TIMED."""
+        """Return the durations of each method of TIMED."""
         with self._lock:
             return {
                 name: Times(tuple(counts), self._calls_s[name])
@@ -210,4 +210,4 @@ class Counters:
 
 
 Gauge = tuple[str, str, str | Mapping[str, str], float]
-"""Name, description, value of the ``tier`` label (empty for none) or all labels, value."""
+"""Name, help text, value of the ``tier`` label (empty for none) or all labels, value."""

@@ -1,4 +1,4 @@
-"""The RequestLog: the latest lookups under names that lead back to nobody, while they are read."""
+"""The RequestLog: anonymised recordings of the latest lookups."""
 
 from __future__ import annotations
 
@@ -18,22 +18,22 @@ from kvstore.proto.types import ChunkKey
 from kvstore.server.settings.values import is_loopback
 
 LOG_CHUNKS = 1 << 20
-"""Names of chunks that are kept, 8 bytes each; the oldest lookups go first."""
+"""Limit of recorded chunk names, 8 bytes each; the oldest lookups are dropped."""
 
 LOG_LOOKUPS = 1 << 16
 PAGE_LOOKUPS = 1 << 12
 PAGE_CHUNKS = 1 << 16
-"""What one page has at most, so that it fits a message."""
+"""Limit of one page, so that it fits a message."""
 
 IDLE_S = 30.0
-"""A recording that nobody read from for so long is over."""
+"""A recording that is not read for this time ends."""
 
 NAME_BYTES = 8
 
 
 class LoggedLookup(NamedTuple):
-    """One lookup. *at_s* is since the recording began, *names* 8 bytes for each chunk asked for,
-    *ready* of which were there, *tokens* those of the prompt, 0 for unknown.
+    """One lookup. *at_s* is since the recording began, *names* has 8 bytes per requested chunk,
+    *ready* counts the hits, *tokens* those of the prompt, 0: unknown.
     """
 
     at_s: float
@@ -43,7 +43,7 @@ class LoggedLookup(NamedTuple):
 
 
 class LogPage(NamedTuple):
-    """Lookups in a row, *last* the number of the last; *lost* came before them and are gone."""
+    """Successive lookups; *last* is the number of the last; *lost* earlier ones were dropped."""
 
     recording: int
     lookups: list[LoggedLookup]
@@ -64,11 +64,11 @@ class _Recording:
 
 
 class RequestLog:
-    """A bounded log that is off until somebody reads it, and off again when nobody does.
+    """A bounded log that is on only while it is read.
 
-    Chunks get 8 bytes of a keyed hash, under a key that is new for each recording and secret:
-    equal chunks have equal names, and no name can be tried against a prompt. *clock* is in seconds
-    and does not jump back.
+    A chunk's name is 8 bytes of a keyed hash, under a secret key that is new for each recording:
+    equal chunks have equal names, and no name can be matched with a prompt. *clock* is monotonic,
+    in seconds.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -77,7 +77,7 @@ class RequestLog:
         self._lock = threading.Lock()  # guards it; held for appends and copies of lists only
 
     def note(self, keys: Sequence[ChunkKey], ready: int, tokens: int) -> None:
-        """A prompt was looked up. Costs nothing while nobody reads."""
+        """Record the lookup of a prompt; does nothing without a recording."""
         recording = self._recording
         if recording is None:
             return
@@ -99,9 +99,9 @@ class RequestLog:
         return self._recording
 
     def read(self, recording: int, after: int) -> LogPage:
-        """Return what came after lookup *after* of a recording; 0 joins one, or begins it.
+        """Return lookups after number *after* of a recording; 0 joins one, or begins it.
 
-        Raises InvalidRequestError for a recording that is over.
+        Raises InvalidRequestError for a recording that has ended.
         """
         now_s = self._clock()
         with self._lock:

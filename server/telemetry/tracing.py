@@ -1,8 +1,8 @@
-"""Tracing: request ids, and spans of calls and of their use of tiers.
+"""Tracing: request ids, and spans of calls and of their tier operations.
 
-All log lines of one call have its request id, in whatever thread they are written. Spans go to
-OpenTelemetry, the extra ``tracing``, which is loaded only for ``--tracing-endpoint``; they have
-names, sizes and outcomes, and no key, token, tenant or text of a caller but its request id.
+All log lines of a call contain its request id, in any thread. Spans go to OpenTelemetry, the extra
+``tracing``, which is loaded only for ``--tracing-endpoint``; they contain names, sizes, outcomes
+and the caller's request id, but no key, token, tenant or other text of a caller.
 """
 
 from __future__ import annotations
@@ -28,23 +28,23 @@ if TYPE_CHECKING:
     from opentelemetry.trace import Span
 
 HEADER = "x-request-id"
-"""Of a caller that gives its call an id; else one is made up once something is logged."""
+"""Header with a caller's request id; without it one is generated when something is logged."""
 MAX_ID_CHARS = 128
-"""Longer ones, and what is not printable ASCII, are not taken."""
+"""Longer ids, and those that are not printable ASCII, are ignored."""
 
 NUMBERS = count(int.from_bytes(os.urandom(8), "big") >> 1)
-"""Of ids that are made up: from a start that no other server has."""
+"""Generated ids, from a random start."""
 
 QUEUE_SPANS = 2048
-"""Waiting to be sent; more are dropped."""
+"""Limit of queued spans; further ones are dropped."""
 EXPORT_TIMEOUT_S = 2
-"""What a collector that does not answer may take; at the end twice that."""
+"""Timeout of the collector; at shutdown twice that."""
 
 logger = structlog.get_logger(__name__)
 
 
 class RequestId(NamedTuple):
-    """The id of a call; its *metadata* are read only when something is logged."""
+    """The id of a call; its *metadata* is read only when something is logged."""
 
     number: int
     metadata: Callable[[], Any] = tuple
@@ -59,13 +59,13 @@ class RequestId(NamedTuple):
 
 
 CURRENT: ContextVar[RequestId | None] = ContextVar("request_id", default=None)
-"""Of the call at work, and of the moves that it begins."""
+"""The id of the current call, also in moves that it begins."""
 
 
 def add_request_id(
     logger: object, name: str, fields: MutableMapping[str, Any]
 ) -> MutableMapping[str, Any]:
-    """Add the id of the call at work to a log line's *fields*; for structlog."""
+    """Add the id of the current call to a log line's *fields*; a structlog processor."""
     current = CURRENT.get()
     if current is not None:
         fields["request_id"] = str(current)
@@ -73,7 +73,7 @@ def add_request_id(
 
 
 class Tracing:
-    """Makes spans and gives them to *processor*. *share* is of calls that bring no trace along."""
+    """Creates spans for *processor*. *share* is the sampling rate of calls without a trace."""
 
     def __init__(self, processor: SpanProcessor, share: float) -> None:
         from opentelemetry import trace
@@ -93,7 +93,7 @@ class Tracing:
         self._tracer = self._provider.get_tracer("kvstore")
 
     def close(self) -> None:
-        """Send what waits, if the collector takes it. Idempotent."""
+        """Send queued spans if the collector answers. Idempotent."""
         self._provider.shutdown()
 
     def _span(
@@ -102,14 +102,15 @@ class Tracing:
         return self._tracer.start_as_current_span(
             name,
             attributes=attributes,
-            record_exception=False,  # its text may say what no span has
+            record_exception=False,  # its text may contain what spans must not
             set_status_on_exception=False,
             **options,
         )
 
     def scope_of(self, method: str) -> Callable[[Any], AbstractContextManager[object]]:
-        """Return what is done around each call of ``/service/method``, given gRPC's context of it,
-        which has its ``request`` in the end.
+        """Return the context manager for calls of ``/service/method``.
+
+        It takes the call's context, which has the ``request`` at the end.
         """
         service, _, name = method.strip("/").rpartition("/")
         attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
@@ -146,7 +147,7 @@ class Tracing:
 
     @contextmanager
     def call(self, method: str, way: str, chunks: int = 0) -> Iterator[None]:
-        """A call of *method* over *way*, which carries no trace: the span is a root."""
+        """Trace a call of *method* over *way*, which carries no trace: the span is a root."""
         attributes = {"rpc.system": "kvstore", "rpc.service": way, "rpc.method": method}
         kind = self._api.SpanKind.SERVER
         with self._span(f"{way}/{method}", attributes, kind=kind) as span:
@@ -160,7 +161,7 @@ class Tracing:
                 raise
 
     def on_tier(self, tier: str, what: str, work: Callable[[], bool]) -> bool:
-        """Return what *work* returns, run in a span of the call that began it, if it is traced."""
+        """Run *work* in a span if the call that began it is traced; return its result."""
         parent = self._api.get_current_span().get_span_context()
         if not (parent.is_valid and parent.trace_flags.sampled):  # the call itself may have ended
             return work()
@@ -196,6 +197,6 @@ def open_tracing(endpoint: str | None, share: float) -> Tracing | None:
     processor = BatchSpanProcessor(
         exporter,
         max_queue_size=QUEUE_SPANS,
-        max_export_batch_size=QUEUE_SPANS,  # at the end each batch that waits has its own timeout
+        max_export_batch_size=QUEUE_SPANS,  # at shutdown each queued batch has its own timeout
     )
     return Tracing(processor, share)

@@ -1,5 +1,5 @@
-// Draws what the server counts, and draws again the parts that changed. Whatever comes is put into
-// the page as text: names that callers chose cannot become markup.
+// Draws the server's data, and redraws sections that changed. All data is inserted as text: names
+// chosen by callers cannot become markup.
 "use strict";
 
 const SVG = "http://www.w3.org/2000/svg";
@@ -63,7 +63,7 @@ function table(caption, heads, rows, words = 1) {
 
 const note = (text) => el("p", { class: "note" }, text);
 
-// --- drawings; a table beside each says the same
+// --- charts; a table beside each has the same data
 
 const WIDTH = 360, HEIGHT = 180, LEFT = 42, RIGHT = 66, TOP = 10, BOTTOM = 26, LINES = 4;
 const yOf = (share) => HEIGHT - BOTTOM - (HEIGHT - TOP - BOTTOM) * Math.min(1, Math.max(0, share));
@@ -103,7 +103,7 @@ function whatIfChart(curves) {
   return chart("Hit ratio by times the size of each tier", parts);
 }
 
-// The hit ratio over the last seconds; gaps where nothing was asked for.
+// The hit ratio over the last seconds; gaps without lookups.
 function trendChart(ratios, seconds) {
   const latest = ratios.findLast((one) => one !== null);
   if (ratios.length < 2 || latest === undefined) return null;
@@ -123,10 +123,10 @@ function trendChart(ratios, seconds) {
   return chart(`Hit ratio over the last ${ago}`, parts);
 }
 
-// --- what the counts say: rates since a look about a minute ago; null where nothing is known
+// --- derived values: rates since a snapshot of about a minute ago; null if unknown
 
 const SHOWN_FLOWS = 12;
-const FAULTS = { // counters that say that something is wrong, or full
+const FAULTS = { // counters of errors and of overload
   corrupt_chunks: "copies that failed verification, and were dropped",
   put_invalid_chunks: "frames of puts that failed a check",
   lost_chunks: "copies that a tier no longer had",
@@ -140,8 +140,7 @@ const FAULTS = { // counters that say that something is wrong, or full
   unreadable_chunks: "copies of a removed codec, or that only others can read",
 };
 
-// The seconds that a share of the calls took at most, of counts up to each bound and one beyond:
-// within a count times are taken to be spread evenly.
+// The quantile of a histogram, in seconds, by linear interpolation within a bucket.
 function quantile(counts, bounds, share) {
   let left = share * counts.reduce((one, other) => one + other, 0), below = 0;
   if (!left) return null;
@@ -185,7 +184,7 @@ function view({ now, recent, ratios, ratios_s, bounds_s, tiers, found, tenants, 
   };
 }
 
-// --- sections: a title, and what it shows of the data of that name
+// --- sections: a title, and a function from the data of that name to elements
 
 const SECTIONS = {
   now: ["Now", (now) => {
@@ -253,7 +252,7 @@ const SECTIONS = {
     : note("This server is in no directory.")]],
 };
 
-// --- what is shown
+// --- updates
 
 const live = document.getElementById("live");
 const shown = new Map();
@@ -293,7 +292,7 @@ function say(text, isOff) {
   live.classList.toggle("off", isOff);
 }
 
-// A page for which there is no room among those that are kept up to date shows what was there.
+// A page beyond the limit of live pages stays a static snapshot.
 fetch("data").then((answer) => answer.json()).then((data) => { if (!shown.size) show(data); });
 const events = new EventSource("events");
 events.onmessage = (event) => {

@@ -1,6 +1,7 @@
-"""The dashboard: what a server has done and has, as JSON, looked at once a second for all readers.
+"""The dashboard: the state and counters of a server as JSON, collected once a second for all
+readers.
 
-The page is ``dashboard.html``; ``dashboard.js`` makes rates of what ``data`` and ``events`` bring.
+The page is ``dashboard.html``; ``dashboard.js`` derives rates from ``data`` and ``events``.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from kvstore.server.api.service import Backend
 from kvstore.server.telemetry.metrics import BOUNDS_S
 
 EVERY_S = 1.0
-"""Between two looks while somebody reads; nobody reads: nothing is done."""
+"""Interval between two updates; none without readers."""
 LOOK_EVERY_S = 5.0
 LOOKS_KEPT = 121
-"""Ten minutes of them."""
+"""Ten minutes of snapshots."""
 RECENT_S = 60.0
-"""What rates and quantiles are of."""
+"""Window of rates and quantiles."""
 TOP_PREFIXES = 10
 TOP_EVERY_S = 10.0
-"""The whole index is gone through for them."""
+"""Interval of the top prefixes, which need a scan of the index."""
 SHOWN_TENANTS = 16
 
 MAX_PAGE_BYTES = 100_000
-"""Of the page with all that it loads."""
+"""Size limit of the page with its resources."""
 _FOLDER = Path(__file__).parent
 MEDIA: Mapping[str, tuple[str, bytes]] = {
     path: (media_type, (_FOLDER / name).read_bytes())
@@ -43,11 +44,11 @@ MEDIA: Mapping[str, tuple[str, bytes]] = {
 }
 
 Look = dict[str, Any]
-"""Every count at one instant of the clock, in seconds."""
+"""A snapshot of all counts at one time, in seconds."""
 
 
 class Dashboard:
-    """Looks at a server now and then, and at all of it, once a second, for its readers.
+    """Collects snapshots of a server, and once a second all data for its readers.
 
     ``text`` is for one event loop; it calls ``data`` in a thread.
     """
@@ -74,14 +75,14 @@ class Dashboard:
         }
 
     def tick(self) -> None:
-        """Keep a look if the last one is old. Called a few times a second; takes microseconds."""
+        """Take a snapshot if one is due. Called a few times a second; takes microseconds."""
         if self._clock() - self._looks[-1]["at_s"] >= LOOK_EVERY_S:
             look = self._look()
             with self._lock:
                 self._looks.append(look)
 
     async def text(self) -> str:
-        """Return what there is to show, a second old at most, as one line of JSON."""
+        """Return the data, at most a second old, as one line of JSON."""
         async with self._rendering:
             if not self._text or self._clock() - self._text_s >= EVERY_S:
                 data = await asyncio.to_thread(self.data)
@@ -90,7 +91,7 @@ class Dashboard:
             return self._text
 
     def data(self) -> dict[str, Any]:
-        """Return what there is now, and a look about a minute ago. For one thread at a time."""
+        """Return the current data, and a snapshot of about a minute ago. Not thread-safe."""
         backend, store = self._backend, self._backend.store
         now, finds = self._look(), self._counters.finds()
         with self._lock:
@@ -152,7 +153,7 @@ class Dashboard:
 
 
 def _hit_ratio(before: Look, then: Look) -> float | None:
-    """Return what share of the chunks looked up in between was found; None of none."""
+    """Return the hit ratio of chunks between two snapshots; None without lookups."""
     wanted, found = (
         then["counts"][name] - before["counts"][name]
         for name in ("lookup_chunks", "lookup_ready_chunks")

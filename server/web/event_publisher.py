@@ -1,16 +1,16 @@
-"""The publisher: events over a zmq PUB socket, and to who missed some again over a ROUTER.
+"""The publisher: events over a ZeroMQ PUB socket, and replays of missed ones over a ROUTER.
 
-As vLLM's ZmqEventPublisher does, so that its readers read ours: batches are numbered from 0, a
-reader requests those from a number on with 8 bytes, big-endian, and the number -1 ends the answer.
-Where some are not kept any more the answer is to forget all, then what is here, then what is kept.
+Compatible with vLLM's ZmqEventPublisher: batches are numbered from 0, a reader requests those from
+a number on with 8 bytes, big-endian, and the number -1 ends the answer. If some are no longer kept
+the answer is an AllBlocksCleared, then the current chunks, then the kept batches.
 
-An answer goes no faster than it is read: nothing of it is lost in between. A reader that stops
-loses its place after a while: the number -2 comes instead of -1, and it requests again what follows
-the last that it got.
+An answer is sent as fast as it is read, without loss. The answer to a reader that stops is cut off
+after a while, with the number -2 instead of -1; the reader then requests the batches after the last
+that it received.
 
 A message has three parts: the topic, its number as 8 bytes, big-endian, and an EventBatch in
-MessagePack, as vllm/distributed/kv_events.py of vLLM 0.32 has them. What the store does not know
-stays empty: the ids of tokens, adapters, extra keys.
+MessagePack, as in vllm/distributed/kv_events.py of vLLM 0.32. Fields unknown to the store are
+empty: token ids, adapters, extra keys.
 """
 
 from __future__ import annotations
@@ -34,13 +34,13 @@ from kvstore.server.telemetry.metrics import Counters
 from kvstore.server.web.event_sockets import EventSockets, load_key, parse_readers
 
 MEDIA = {"gpu": "GPU", "cpu": "CPU", "disk": "STORAGE"}
-"""What vLLM calls the media of tiers."""
+"""vLLM's names for the media of tiers."""
 LOCAL = "LOCAL"
 OWNER = "kvstore"
 
 
 class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Chunks in a row came to a medium, the first behind *parent_block_hash*."""
+    """A chain of chunks after *parent_block_hash* was stored on a medium."""
 
     block_hashes: list[bytes]
     parent_block_hash: bytes | None
@@ -54,7 +54,7 @@ class BlockStored(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """Chunks left a medium."""
+    """Chunks were removed from a medium."""
 
     block_hashes: list[bytes]
     medium: str | None
@@ -63,7 +63,7 @@ class BlockRemoved(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
 
 
 class AllBlocksCleared(msgspec.Struct, omit_defaults=True, gc=False, tag=True):
-    """What was known before is void."""
+    """All earlier events are void."""
 
 
 BlockEvent = BlockStored | BlockRemoved | AllBlocksCleared
@@ -78,10 +78,10 @@ class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):
 
 
 def block_events(page: Page) -> list[BlockEvent]:
-    """Return the events of *page*, those of a chain's next chunks in one.
+    """Return the events of *page*, with successive chunks of a chain in one.
 
-    Block hashes are keys, of 32 bytes. A copy that is not exact counts as gone: a request for
-    exact does not find it.
+    Block hashes are keys, of 32 bytes. A lossy copy counts as removed: a request for exact chunks
+    does not find it.
     """
     blocks: list[BlockEvent] = [AllBlocksCleared()] if page.cleared else []
     for event in page.events:
@@ -112,13 +112,13 @@ def encode(ts: float, blocks: list[BlockEvent]) -> bytes:
 
 KEPT_BATCHES = 10_000
 KEPT_BATCH_BYTES = 64 << 20
-"""Of batches that can be asked for again; the oldest go first."""
+"""Limit of batches kept for replay; the oldest are dropped."""
 MAX_REPLAYS = 8
-"""Answered side by side; a request beyond that is not answered, and comes again."""
+"""Concurrent replays; a further request is dropped, and the reader retries."""
 MAX_REPLAY_WAIT_S = 10.0
-"""Without a batch taken, until an answer is cut short."""
+"""An answer whose reader takes no batch for this time is cut off."""
 MAX_CUTS = 64
-"""Readers of such answers to which that is still to be sent; of more it is not to the oldest."""
+"""Limit of pending notices of cut answers; beyond it the oldest are dropped."""
 END = (-1).to_bytes(8, "big", signed=True)
 CUT = (-2).to_bytes(8, "big", signed=True)
 _JOIN_WITHIN_S = 2.0
@@ -157,7 +157,7 @@ class EventPublisher:
         self._kept: deque[Message] = deque()
         self._kept_bytes = 0
         self._number = 0
-        """Of the next batch."""
+        """Number of the next batch."""
         self._replays: list[Iterator[bool]] = []
         self._cuts: deque[list[bytes]] = deque(maxlen=MAX_CUTS)
         self._closed = False
@@ -165,12 +165,12 @@ class EventPublisher:
         self._thread.start()
 
     def tick(self) -> None:
-        """Take in a file of readers that was replaced or deleted. Called a few times a second."""
+        """Reload a changed or deleted file of readers. Called a few times a second."""
         if self._sockets.readers is not None:
             self._sockets.readers.refresh()
 
     def is_alive(self) -> bool:
-        """Whether the thread that owns the sockets lives."""
+        """Whether the thread that owns the sockets is alive."""
         return self._thread.is_alive()
 
     def close(self) -> None:
@@ -184,7 +184,7 @@ class EventPublisher:
         try:
             while not self._closed:
                 self._sockets.admit()
-                # Each has its turn: a long answer keeps no event waiting.
+                # Round-robin: a long answer must not delay events.
                 did = [step() for step in (self._publish, self._receive, self._go_on)]
                 if not any(did):
                     self._sockets.wait(int(1000 * POLL_S))
@@ -192,7 +192,7 @@ class EventPublisher:
             self._sockets.close()
 
     def _publish(self) -> bool:
-        """Publish one batch; False when there is nothing new."""
+        """Publish one batch; return False when there is none."""
         page = self._reader.poll()
         if page is None:
             return False
@@ -214,7 +214,7 @@ class EventPublisher:
         return self.topic, number.to_bytes(8, "big"), encode(self._wall_clock(), blocks)
 
     def _receive(self) -> bool:
-        """Take one request for a replay; False when there is none."""
+        """Receive one request for a replay; return False when there is none."""
         if self._sockets.replay is None:
             return False
         try:
@@ -228,19 +228,19 @@ class EventPublisher:
         return True
 
     def _answer(self, start: int) -> Iterator[Message]:
-        """Yield what is kept from number *start* on, or, without all of it, begin anew."""
+        """Yield the kept batches from number *start* on; if some are dropped, begin anew."""
         while start < self._number:
             oldest = self._number - len(self._kept)
             if start < oldest:
                 yield from self._anew(start, oldest - 1)
-                start = oldest  # may be dropped by now, too
+                start = oldest  # may be dropped by now too
             else:
                 yield self._kept[start - oldest]
                 start += 1
 
     def _anew(self, number: int, last: int) -> Iterator[Message]:
-        """Yield what is here, under numbers from *number* to *last* that are not kept any more."""
-        # What is kept of the past follows in its order: the latest word on a chunk is the last.
+        """Yield the current chunks, under numbers *number* to *last*, which are no longer kept."""
+        # The kept batches follow in order, so the last event of a chunk is the latest.
         reader = EventReader(self._log)
         while (page := reader.poll()) is not None:
             blocks = block_events(page)
@@ -251,7 +251,7 @@ class EventPublisher:
                 return
 
     def _replay(self, reader: list[bytes], start: int) -> Iterator[bool]:
-        """Answer a reader; yield for each message, until it is sent, whether it was."""
+        """Answer a reader; yield after each attempt to send a message whether it was sent."""
         for message in chain(self._answer(start), [_LAST]):
             waiting_since = self._clock()
             while (is_sent := self._send(reader, message)) is False:
@@ -265,7 +265,7 @@ class EventPublisher:
             yield True
 
     def _go_on(self) -> bool:
-        """Send the next message of each answer; False when none of them could go on."""
+        """Send the next message of each answer; return False when none could be sent."""
         steps = {replay: next(replay, None) for replay in self._replays}
         self._replays = [replay for replay, step in steps.items() if step is not None]
         for reader in list(self._cuts):
@@ -274,7 +274,7 @@ class EventPublisher:
         return any(steps.values())
 
     def _send(self, reader: list[bytes], message: Message) -> bool | None:
-        """Send *message* to a reader; False when it has too many to read, None when it is gone."""
+        """Send *message* to a reader; return False if its queue is full, None if it is gone."""
         assert self._sockets.replay is not None
         try:
             self._sockets.replay.send_multipart((*reader, *message), zmq.NOBLOCK, copy=False)
@@ -286,7 +286,7 @@ class EventPublisher:
 def open_publisher(
     config: Settings, log: EventLog, boot_id: int, counters: Counters
 ) -> EventPublisher:
-    """Return what publishes *log*. Raises InvalidRequestError for what cannot be bound."""
+    """Return a publisher of *log*. Raises InvalidRequestError for an unusable address."""
     readers, secret = None, b""
     if config.events_readers is not None:
         readers = WatchedFile((config.events_readers,), parse_readers, frozenset[bytes])

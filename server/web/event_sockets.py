@@ -1,4 +1,4 @@
-"""The sockets of published events: every limit that ZeroMQ has, who may connect, and their keys."""
+"""The ZeroMQ sockets of published events: limits, access control and keys."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ SECRET_NAME = "server.secret"  # noqa: S105 - a file's name
 
 
 def load_key(folder: Path) -> bytes:
-    """Return the secret key kept in *folder*, as Z85 text, made there when there is none.
+    """Return the secret key in *folder*, as Z85 text; generate it if there is none.
 
-    Raises InvalidRequestError for what cannot be used, or others could read.
+    Raises InvalidRequestError for an unusable key, or one that others could read.
     """
     path = folder / SECRET_NAME
     fix = "others could read the key; chown it to this user, chmod go="
     _make_private(folder, "events_keys", fix)
     try:
         if not path.exists():
-            # Whole or not at all; of two servers that start together one wins.
+            # Atomic: if two servers start together, one wins.
             with tempfile.NamedTemporaryFile(dir=folder) as draft, suppress(FileExistsError):
                 draft.write(zmq.curve_keypair()[1] + b"\n")
                 draft.flush()
@@ -77,13 +77,12 @@ _EVENT = struct.Struct("=Hi")
 
 
 class ConnectionCap:
-    """Lets *socket*, not bound yet, have *most* connections; *refused* is called for each beyond.
+    """Limits *socket*, not bound yet, to *most* connections; *refused* is called for each beyond.
 
-    ZeroMQ takes every connection, and each costs a descriptor and buffers before anybody has
-    proven anything. Over a second socket it tells of those that came and went: beyond the limit
-    the one that came last is hung up on.
+    ZeroMQ accepts every connection, and each costs a descriptor and buffers before authentication.
+    A monitor socket reports connections: beyond the limit the latest is closed.
 
-    For the thread that owns the socket: ``hold`` does the work when ``news`` can be read.
+    For the thread that owns the socket: call ``hold`` when ``news`` is readable.
     """
 
     def __init__(self, socket: Socket, most: int, refused: Callable[[], object]) -> None:
@@ -92,15 +91,15 @@ class ConnectionCap:
         self._refused = refused
         self._open: set[int] = set()
         where = f"inproc://connections-{id(self):x}"
-        # ZeroMQ's own thread writes here and would wait for room, so there is no end of it. What
-        # comes between two turns of the loop is few.
+        # Unbounded, as ZeroMQ's own thread writes here and would block. Few events arrive between
+        # two iterations of the loop.
         self.news = socket.context.socket(zmq.PAIR)
         self.news.rcvhwm = 0
         socket.monitor(where, zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self.news.connect(where)
 
     def hold(self) -> None:
-        """Take in who came and went, and hang up on who is too many."""
+        """Process connects and disconnects, and close connections beyond the limit."""
         with suppress(zmq.Again):
             while True:
                 kind, descriptor = _EVENT.unpack(self.news.recv_multipart(zmq.NOBLOCK)[0])
@@ -113,11 +112,11 @@ class ConnectionCap:
                     self._refused()
 
     def _hang_up(self, descriptor: int) -> None:
-        """End a connection as its other end would; ZeroMQ sees that and closes it."""
+        """Shut down a connection as its peer would; ZeroMQ then closes it."""
         scheme, _, place = _bound(self._socket).partition("://")
         family = sockets.AF_UNIX if scheme == "ipc" else sockets.AF_INET6
         expected = place if scheme == "ipc" else (int(place.rpartition(":")[2]),)
-        with suppress(OSError):  # gone by itself
+        with suppress(OSError):  # already closed
             own_descriptor = os.dup(descriptor)
             try:
                 link = sockets.socket(family, sockets.SOCK_STREAM, fileno=own_descriptor)
@@ -126,7 +125,7 @@ class ConnectionCap:
                 return
             with link:
                 own = link.getsockname()  # a path, or host, port and more
-                # The number may be another file's by now: only what came to this address is ended.
+                # The descriptor may be reused: only connections to this address are shut down.
                 if expected in (own, own[1:2]):
                     link.shutdown(sockets.SHUT_RDWR)
 
@@ -138,22 +137,22 @@ def _bound(socket: Socket) -> str:
 
 
 SEND_QUEUE_BATCHES = 10_000
-"""Waiting for one reader. Past it, it misses some, and sees that by their numbers."""
+"""Queue of one reader. Beyond it batches are lost, which the reader detects by their numbers."""
 REPLAY_QUEUE_BATCHES = 64
-"""Waiting for one reader that asked for what it missed. Past it, its answer waits."""
+"""Queue of one replay. Beyond it the answer waits."""
 MAX_CONNECTIONS = 64
-"""Of either socket. What connects beyond is hung up on."""
+"""Limit per socket. Further connections are closed."""
 MAX_REQUEST_BYTES = 1024
-"""Of what a reader sends: a subscription, a number, and 400 to prove who it is."""
+"""Limit of a reader's messages: a subscription, a number, and 400 for authentication."""
 _HANDSHAKE_MS = 5000
 _HEARTBEAT_MS, _SILENCE_MS = 5000, 15_000
-_HANDLER = "inproc://zeromq.zap.01"  # by ZeroMQ's RFC 27, which asks it about each connection
+_HANDLER = "inproc://zeromq.zap.01"  # authenticates each connection (ZeroMQ RFC 27)
 _ANY_HOST = ("0.0.0.0", "::", "*")  # noqa: S104 - compared with
 _KEY = re.compile(rb"[0-9A-Za-z.:+=^!/*?&<>()\[\]{}@%$#-]{40}")
 
 
 def parse_readers(data: bytes) -> frozenset[bytes]:
-    """Return the keys of a file: a line each, behind ``;`` a remark. Raises InvalidRequestError."""
+    """Return the keys of a file, one per line, with ``;`` comments. Raises InvalidRequestError."""
     lines = [line.partition(b";")[0].strip() for line in data.splitlines()]
     keys = [line for line in lines if line]
     for key in keys:
@@ -178,11 +177,11 @@ def bind_to(socket: Socket, endpoint: str) -> str:
 
 
 class EventSockets:
-    """A PUB socket and a ROUTER for replays, either of which may be None, and what admits to them.
+    """A PUB socket and a ROUTER for replays, either of which may be None, with access control.
 
-    With the server's *secret* key and *readers*, keys as Z85 text, connections prove by CURVE to be
-    of these. ``addresses`` are those to connect to. *refused* is called for each connection
-    that is one too many. Raises InvalidRequestError.
+    With the server's *secret* key and *readers*, keys as Z85 text, connections authenticate by
+    CURVE. ``addresses`` are those to connect to. *refused* is called for each connection beyond the
+    limit. Raises InvalidRequestError.
     """
 
     def __init__(
@@ -223,13 +222,13 @@ class EventSockets:
         socket.sndhwm = SEND_QUEUE_BATCHES
         if kind == zmq.ROUTER:
             socket.sndhwm = REPLAY_QUEUE_BATCHES
-            socket.router_mandatory = True  # a full queue is said, not emptied onto the floor
+            socket.router_mandatory = True  # a full queue is an error, not a silent loss
         socket.rcvhwm = 64
         socket.maxmsgsize = MAX_REQUEST_BYTES
         socket.handshake_ivl = _HANDSHAKE_MS
         socket.heartbeat_ivl = _HEARTBEAT_MS
         socket.heartbeat_timeout = _SILENCE_MS
-        socket.copy_threshold = 0  # what is sent again is one piece of memory, however many wait
+        socket.copy_threshold = 0  # replayed batches share memory, however many readers wait
         if self.readers is not None:
             socket.curve_server = True
             socket.curve_secretkey = self._secret
@@ -244,15 +243,15 @@ class EventSockets:
         return socket
 
     def wait(self, timeout_ms: int) -> None:
-        """Wait until a reader asks for something, or somebody connects."""
+        """Wait for a request or a connection."""
         self._poller.poll(timeout_ms)
 
     def admit(self) -> None:
-        """Answer connections that ask to be let in, and hang up on those that are too many."""
+        """Authenticate new connections, and close those beyond the limit."""
         for cap in self._caps:
             cap.hold()
         with suppress(zmq.Again):
-            for _ in range(MAX_CONNECTIONS):  # then events have their turn
+            for _ in range(MAX_CONNECTIONS):  # bounded, so that events are not delayed
                 if self._admission is None or self.readers is None:
                     return
                 frames = self._admission.recv_multipart(zmq.NOBLOCK)
@@ -264,5 +263,5 @@ class EventSockets:
                 self._admission.send_multipart((version, request, *answer, b"", b""))
 
     def close(self) -> None:
-        """Close all of it. Idempotent."""
+        """Close all sockets. Idempotent."""
         self._context.destroy(linger=0)

@@ -1,4 +1,4 @@
-"""The metrics page: counters, and the levels of a server as they are now."""
+"""The metrics page: counters and gauges of a server."""
 
 from __future__ import annotations
 
@@ -28,12 +28,12 @@ if TYPE_CHECKING:
     from kvstore.server.cluster.peer_tier import PeerTier
 
 SHOWN_GATES = 64
-"""Gates on the metrics page, those used last; the status shows all."""
+"""Limit of gates on the metrics page, the latest used; the status shows all."""
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 
 def gauges(store: Store, session_count: int, directory: Directory | None = None) -> Iterator[Gauge]:
-    """Yield every level as it is now. Each has a row at least, so that its name is there."""
+    """Yield all gauges, each with at least one row, so that its name exists."""
     catalog = store.catalog
     yield ("sessions", "open sessions", "", session_count)
     yield ("leases", "live leases", "", len(catalog.leases))
@@ -96,7 +96,7 @@ def _policy(tier: str, report: PolicyReport) -> Iterator[Gauge]:
 
 @dataclass(frozen=True)
 class MetricsText(Collector):
-    """Collects ``counters`` and what ``gauges`` yields; ``tiers`` are the names of the server's."""
+    """Collects ``counters`` and ``gauges``; ``tiers`` are the names of the server's tiers."""
 
     counters: Counters
     gauges: Callable[[], Iterable[Gauge]]
@@ -107,7 +107,7 @@ class MetricsText(Collector):
         return generate_latest(self)
 
     def collect(self) -> Iterable[Metric]:
-        """Yield every family; called by the library."""
+        """Yield all metric families; called by prometheus_client."""
         yield from _families(CounterMetricFamily, self._counts())
         yield self._times()
         yield from _families(GaugeMetricFamily, self.gauges())

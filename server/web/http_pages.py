@@ -1,4 +1,4 @@
-"""The pages of the HTTP port: the metrics, and the dashboard for those who may see it."""
+"""The pages of the HTTP port: metrics, and the dashboard for authorized callers."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ from kvstore.server.web.gauges import CONTENT_TYPE, MetricsText, gauges
 from kvstore.server.web.http_server import CERTIFICATE, HttpServer, TlsFiles
 
 MAX_READERS = 16
-"""Pages that are kept up to date at once; a further one is answered 503 and stays as it was."""
+"""Limit of live pages; a further one is answered 503 and stays static."""
 METHOD = "Dashboard"
-"""What a page that was refused is called in the audit log."""
+"""Name of a refused page in the audit log."""
 
 _WHERE = "kvstore: /metrics. The dashboard is for this machine, or goes over TLS: see --http-tls\n"
 _REALM = {"WWW-Authenticate": 'Basic realm="kvstore", charset="UTF-8"'}
@@ -45,13 +45,13 @@ _HEADERS = {
 
 
 class Pages:
-    """The application of the HTTP port. For its own thread alone."""
+    """The application of the HTTP port. For its own thread only."""
 
     def __init__(
         self, config: Settings, trust: Authorizer, metrics: MetricsText, dashboard: Dashboard
     ) -> None:
-        # This machine sees all of it. Other hosts see the dashboard where nobody on the way can
-        # read or change it, or that was accepted; and the metrics with a proof, or where open.
+        # This host sees all pages. Other hosts see the dashboard over TLS with authentication or
+        # with --insecure; and the metrics with credentials or with --open-pages.
         is_guarded = config.http_tls and config.authenticates_callers
         self._shows_dashboard = config.insecure or is_guarded
         self._guards_metrics = not (config.open_pages or config.insecure)
@@ -64,11 +64,11 @@ class Pages:
         self.app = Starlette(routes=[Route(f"/{name}", self._answer) for name in names])
 
     def _refusal(self, request: Request, *, is_page: bool) -> Response | None:
-        # By the kernel's word: the connection does not leave this machine.
+        # By the socket's addresses: the connection does not leave this host.
         ends = request.client, request.scope.get("server")
         is_local = all(end is not None and is_loopback(end[0]) for end in ends)
         if is_local and not is_loopback((request.url.hostname or "").strip("[]")):
-            # A page of elsewhere may have had its name point here.
+            # DNS rebinding: another site's name may resolve to this host.
             return PlainTextResponse("ask for it as localhost or 127.0.0.1\n", 421)
         if is_page and not is_local and not self._shows_dashboard:
             return PlainTextResponse(_WHERE, 403)
@@ -92,7 +92,7 @@ class Pages:
             if "admin" not in principal.roles:
                 raise PermissionDeniedError(f"{principal.name} has not the role 'admin'")
         except KVStoreError as error:
-            if is_noted and (given or pem):  # else a browser wants to know what it should bring
+            if is_noted and (given or pem):  # else a browser's first request, before its login
                 host, port = request.client or ("", 0)
                 peer = f"http:{host}:{port}"
                 outcome = type(error).__name__
@@ -120,7 +120,7 @@ class Pages:
         return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
 
     async def _events(self, request: Request) -> AsyncIterator[str]:
-        """Yield what the page shows, every second, while the caller may see it."""
+        """Yield the page's data every second while the caller is authorized."""
         self._readers += 1
         try:
             yield "retry: 2000\n\n"
@@ -135,7 +135,7 @@ class Pages:
 
 
 def _bearer(given: str) -> str:
-    """Return a token from what browsers send: its password, whatever the name beside it."""
+    """Return the token that a browser sends as the password, with any user name."""
     scheme, _, value = given.partition(" ")
     if scheme.lower() != "basic":
         return given

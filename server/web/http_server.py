@@ -1,4 +1,4 @@
-"""The HTTP server: one thread, a bounded number of connections, over TLS where that is wanted."""
+"""The HTTP server: one thread, a bounded number of connections, optionally over TLS."""
 
 from __future__ import annotations
 
@@ -20,25 +20,25 @@ from kvstore.server.security.certificates import checked_pair
 from kvstore.server.security.key_files import WatchedFile
 
 MAX_CONNECTIONS = 64
-"""Connections at once; as many more are answered 503, and those beyond hung up on."""
+"""Concurrent connections; as many more are answered 503, and those beyond closed."""
 MAX_PER_ADDRESS = 32
-"""Of them those of one address, half: its further ones are answered 503."""
+"""Connections of one address, half of all; further ones are answered 503."""
 SILENT_S = 20.0
-"""A connection is closed that long after it came or was answered, if no whole request followed."""
+"""A connection without a complete request for this time is closed."""
 KEEP_ALIVE_S = 5
 MAX_REQUEST_BYTES = 16 << 10
-"""Of a request before its body; a longer one is answered 400. No request has a body."""
+"""Limit of a request before its body; a longer one is answered 400. No request has a body."""
 BACKLOG = 64
 STUCK_MS = 20_000
 
 CERTIFICATE = "certificate"
-"""In the state of a request: the caller's certificate in PEM, verified; empty without one."""
+"""Request state: the caller's verified certificate in PEM; empty without one."""
 TlsFiles = tuple[Path, Path, Path | None]
-"""A certificate, its key, and who signs callers' certificates, which nobody has to show."""
+"""Certificate, key, and CA bundle of optional client certificates."""
 
 
 class _Protocol(H11Protocol):
-    """Tells the application the certificate of who calls, and waits for no request for ever."""
+    """Passes the caller's certificate to the application, and closes silent connections."""
 
     _silence: TimerHandle | None = None
     _is_served = False
@@ -64,7 +64,7 @@ class _Protocol(H11Protocol):
 
     @override
     def on_response_complete(self) -> None:
-        self._wait_for_request()  # first: the next one may be here already
+        self._wait_for_request()  # first: the next request may be buffered already
         super().on_response_complete()
 
     def _wait_for_request(self) -> None:
@@ -84,11 +84,10 @@ class _Protocol(H11Protocol):
 
 
 class HttpServer:
-    """Serves *app*, an ASGI application, on an address of its own from birth to ``close``.
+    """Serves *app*, an ASGI application, until ``close``.
 
-    The files of *tls* are read again when they are replaced. ``tick``, called a few times a second,
-    does that and *on_tick*.
-    Raises InvalidRequestError for an address that cannot be had, or files that cannot be used.
+    ``tick``, called a few times a second, reloads changed *tls* files and calls *on_tick*. Raises
+    InvalidRequestError for an unavailable address or unusable files.
     """
 
     def __init__(
@@ -106,12 +105,12 @@ class HttpServer:
             loop="asyncio",
             lifespan="off",
             log_config=None,
-            log_level="error",  # below it, a line for whatever a stranger sends
+            log_level="error",  # below it, one line per invalid request
             access_log=False,
             server_header=False,
             proxy_headers=False,
             timeout_keep_alive=KEEP_ALIVE_S,
-            timeout_graceful_shutdown=2,  # answers that go on see ``is_ending`` once a second
+            timeout_graceful_shutdown=2,  # streams check ``is_ending`` once a second
             h11_max_incomplete_event_size=MAX_REQUEST_BYTES,
         )
         config.load()
@@ -128,24 +127,24 @@ class HttpServer:
         self._thread.start()
 
     def tick(self) -> None:
-        """Take in a certificate that was replaced, for connections to come."""
+        """Reload a changed certificate for new connections."""
         self._on_tick()
         if self._files is not None:
             self._files.refresh()
 
     def is_ending(self) -> bool:
-        """Whether it was closed."""
+        """Whether ``close`` was called."""
         return self._server.should_exit
 
     def close(self) -> None:
-        """End every connection and the thread. Idempotent."""
+        """Close all connections and end the thread. Idempotent."""
         self._server.should_exit = True
         self._thread.join()
         self._socket.close()
 
 
 def _load(context: ssl.SSLContext, tls: TlsFiles, *data: bytes) -> None:
-    """Have *context* use the files, which hold *data*. Raises InvalidRequestError."""
+    """Load the files, whose content is *data*, into *context*. Raises InvalidRequestError."""
     checked_pair(*data)
     cert, key, client_ca = tls
     try:
@@ -153,7 +152,7 @@ def _load(context: ssl.SSLContext, tls: TlsFiles, *data: bytes) -> None:
         if client_ca is not None:
             context.verify_mode = ssl.CERT_OPTIONAL
             context.load_verify_locations(client_ca)
-    except (ssl.SSLError, OSError) as error:  # replaced once more, meanwhile
+    except (ssl.SSLError, OSError) as error:  # changed again meanwhile
         raise InvalidRequestError("tls_cert", str(cert), str(error)) from None
 
 
@@ -169,6 +168,6 @@ def _listen(address: tuple[str, int]) -> socket.socket:
     except OSError as error:
         fix = f"{(error.strerror or '').partition(' (')[0]}; choose another address"
         raise InvalidRequestError("http", f"{host}:{port}", fix) from None
-    # The connection of a reader that takes nothing any more ends.
+    # Closes the connection of a reader that has stalled.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_MS)
     return listening

@@ -11,9 +11,9 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
-from bench.lib.bare import CHUNK_BYTES, PART_BYTES, Bring, bare_read, raw_stream, raw_zmq
+from bench.lib.bare import CHUNK_BYTES, PART_BYTES, Transfer, bare_read, raw_stream, raw_zmq
 
-Way = Callable[[int], AbstractContextManager[Bring]]
+Way = Callable[[int], AbstractContextManager[Transfer]]
 
 
 def test_reads_fill_every_step_with_what_the_file_has(tmp_path: Path) -> None:

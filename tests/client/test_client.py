@@ -119,7 +119,7 @@ def test_a_chunk_over_the_servers_limit_is_refused_unsent(
     long = server.connect("auto", MEDIUM, ClientOptions(chunk_tokens=64, deadline_ms=DEADLINE_MS))
     with (
         server.unchanged(),
-        pytest.raises(InvalidRequestError, match=r"takes 65536 at most; use shorter chunks"),
+        pytest.raises(InvalidRequestError, match=r"limit is 65536; use shorter chunks"),
     ):
         long.put_chunks(chunks_of(long, keys_of(long, 1, 1)))
 
@@ -350,9 +350,13 @@ def test_layers_of_a_server_that_is_silent_do_not_block_the_event_loop(silent: s
     assert asyncio.run(work()) > 5
 
 
-def test_heartbeats_keep_an_idle_session_alive(make_server: ServerMaker) -> None:
+@pytest.mark.parametrize("counts", [{"hits": 1}, {"hits": "many"}, {"\udcff": 1}, None], ids=str)
+def test_heartbeats_keep_an_idle_session_alive_whatever_its_counts_are(
+    make_server: ServerMaker, counts: object
+) -> None:
     server = make_server("--limits", "session_ttl_ms=3000")
     client = server.connect()
+    client.counts = lambda: counts  # type: ignore[assignment,return-value]
     client.keys([])
     (session,) = server.node.sessions.by_id.values()
     for _ in range(3):

@@ -299,7 +299,7 @@ def offered(transport: ShmTransport, size_bytes: int, ring: Slots) -> unix_socke
     exported = ring.device.export(ring.memory)
     token = unix_socket.device_token(ring.device.identity)
     try:
-        return transport.slabs.give(
+        return transport.slabs.send_descriptor(
             unix_socket.Request(unix_socket.Op.ring, size_bytes, token), exported
         )
     finally:
@@ -314,12 +314,12 @@ def test_rings_that_are_not_as_large_as_they_say_may_shrink_or_are_a_second_one_
         assert offered(transport, size_bytes, ring) is unix_socket.Reply.invalid
     loose = unix_socket.create_memfd("ring", SLOT_BYTES)
     request = unix_socket.Request(unix_socket.Op.ring, SLOT_BYTES, unix_socket.device_token("cpu"))
-    assert transport.slabs.give(request, loose) is unix_socket.Reply.invalid
+    assert transport.slabs.send_descriptor(request, loose) is unix_socket.Reply.invalid
     os.close(loose)
     assert not puts_of(server)._rings
     assert offered(transport, len(ring.memory), ring) is unix_socket.Reply.ok
     assert offered(transport, len(ring.memory), ring) is unix_socket.Reply.invalid
-    assert ring.register(transport) == "the server does not take the ring: invalid"
+    assert ring.register(transport) == "the server refused the ring: invalid"
     assert put(client, ring, ring.write(keys_of(client, 1, 1))) == [REFUSED]
 
 
@@ -386,7 +386,7 @@ def test_the_arena_stays_read_only_to_clients_and_a_draining_server_takes_no_put
 ) -> None:
     chunks = ring.write(keys_of(client, 1, 1))
     assert put(client, ring, chunks) == [STORED]
-    descriptor, size_bytes = transport_of(client).slabs._ask(
+    descriptor, size_bytes = transport_of(client).slabs._request(
         unix_socket.Op.slab, unix_socket.ARENA_SLAB
     )
     with pytest.raises(PermissionError):

@@ -349,15 +349,15 @@ def test_slabs_are_registered_by_a_thread_in_pieces_up_to_a_limit_and_no_copy_is
     device = HostDevice()
     slab, *others = (np.zeros(3 * 4096, np.uint8) for _ in range(3))
     registration = Registration(device)
-    registration.note(7, slab)
-    registration.note(7, slab)
+    registration.add(7, slab)
+    registration.add(7, slab)
     assert eventually(lambda: device.is_registered(slab[8192:]))
     assert device.is_registered(slab[4096:8192])
     assert not device.is_registered(slab), "three registrations, not one"
     cuts = [slab[100:9000][cut] for cut in registration.cuts(slab[100:9000])]
     assert [len(one) for one in cuts] == [3996, 4096, 808]
     for number, other in enumerate(others):
-        registration.note(number, other)
+        registration.add(number, other)
     assert eventually(lambda: device.is_registered(others[0][8192:]))
     assert 1 not in registration._slabs
     registration.close()

@@ -130,7 +130,7 @@ def test_tensors_of_a_gpu_go_out_and_come_back_in_each_form(client: Client) -> N
 def test_no_more_of_a_prompt_is_in_memory_of_the_host_than_its_limit(
     client: Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    make, rooms, most_bytes = chunk_module.host_room, list[Any](), 0
+    make, rooms, most_bytes = chunk_module.host_tensor, list[Any](), 0
 
     def counted(*given: Any) -> torch.Tensor:
         nonlocal most_bytes
@@ -140,7 +140,7 @@ def test_no_more_of_a_prompt_is_in_memory_of_the_host_than_its_limit(
         most_bytes = max(most_bytes, sum(one.nbytes() for one in kept))
         return room
 
-    monkeypatch.setattr(kv_module, "host_room", counted)
+    monkeypatch.setattr(kv_module, "host_tensor", counted)
     prompt, kv, out = tokens(1, COUNT), far(2, 2, 2, COUNT, 8), far(2, 2, 2, COUNT, 8)
     client.put(prompt, kv)
     assert client.get(prompt, out=out).tokens == COUNT
@@ -208,7 +208,7 @@ def test_what_cannot_be_of_a_gpus_tensors_is_refused_by_name(
         raise torch.OutOfMemoryError("no memory")
 
     assert client.get(tokens(9, 32), out=far(2, 2, 2, 32, 8)).tokens == 0
-    monkeypatch.setattr(kv_module, "host_room", full)
+    monkeypatch.setattr(kv_module, "host_tensor", full)
     assert client.get(tokens(9, 32), out=far(2, 2, 2, 32, 8)).tokens == 0, "a miss needs no room"
     with pytest.raises(TierUnavailableError, match="no memory"):
         client.put(prompt, far(2, 2, 2, 32, 8))
@@ -224,7 +224,7 @@ def test_what_cannot_be_of_a_gpus_tensors_is_refused_by_name(
         PagedCache(MODEL, [far(20, 2, 2, 8, 8)] * 2, axes)
     with pytest.raises(LayoutMismatchError, match="leave kv out"):
         PagedCache(MODEL, [(far(20, 2, 2, 8, 8), far(20, 2, 2, 8, 8)) for _ in range(2)], axes)
-    with pytest.raises(LayoutMismatchError, match="some of the host"):
+    with pytest.raises(LayoutMismatchError, match="some on the host"):
         PagedCache(MODEL, [far(20, 2, 2, 8, 8), torch.zeros(20, 2, 2, 8, 8).bfloat16()], axes)
 
 

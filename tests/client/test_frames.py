@@ -6,6 +6,7 @@ import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import numpy as np
@@ -16,7 +17,7 @@ from helpers.prompts import SMALL, equal, frame_of, tensors_of
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvstore.client.decode import Decoded, Reader, Wanted, fresh
+from kvstore.client.decode import Decoded, LayerReader, Reader, Wanted, fresh
 from kvstore.client.frames import (
     Arrival,
     DirectFrame,
@@ -74,7 +75,7 @@ def test_tensors_are_what_the_parts_add_up_to_wherever_they_are_cut(cuts: list[i
     assert equal(ours.tensors, RawCodec().views(HEADER, FRAME))
     ours = direct_frame()
     ours.take(0, FRAME[:-1])
-    with pytest.raises(ChunkCorruptError, match="did not come"):
+    with pytest.raises(ChunkCorruptError, match="did not arrive"):
         ours.check()
 
 
@@ -244,7 +245,7 @@ def test_a_frame_that_was_begun_when_the_time_was_up_is_no_frame_and_no_error() 
     assert one.take(part(0, 1, 0, b"a")) is not None
     assert one.take(part(1, 2, 0, b"a")) is None
     one.end(1)
-    with pytest.raises(InvalidFrameError, match="frames=2: 1 came"):
+    with pytest.raises(InvalidFrameError, match="frames=2: 1 arrived"):
         one.end(2)
 
 
@@ -440,7 +441,7 @@ def test_frames_that_nobody_asked_for_are_not_read(reader: Reader, session: Sess
     found, broken = reader.read(Wanted(session, KEYS[:2]), map(arrived, range(6)))
     assert_right(found, 2)
     assert broken is None
-    with pytest.raises(InvalidFrameError, match="0 chunks were asked for"):
+    with pytest.raises(InvalidFrameError, match="0 chunks were requested"):
         reader.read(Wanted(session, []), map(arrived, range(2)))
 
 
@@ -469,3 +470,40 @@ def test_a_room_that_fails_in_an_unknown_way_ends_the_read_and_leaves_no_thread_
     reader.close()  # waits for its threads
     with pytest.raises(KVStoreError, match="the client is closed"):
         reader.read(Wanted(session, KEYS), map(arrived, range(6)))
+
+
+@pytest.mark.parametrize("is_layered", [False, True], ids=["whole", "layers"])
+def test_reads_that_wait_for_what_is_on_its_way_hold_no_thread_that_others_need(
+    reader: Reader, session: Session, is_layered: bool
+) -> None:
+    frame, start = frame_of(KEYS[0], SMALL), parse_header(frame_of(KEYS[0], SMALL)).header_bytes
+    is_here, waiting = threading.Event(), threading.Semaphore(0)
+
+    def pieces() -> Iterator[Arrival]:
+        yield reply(0, 0, frame[:start].tobytes(), len(frame))
+        yield reply(0, start, frame[start : start + 1].tobytes(), len(frame))
+        waiting.release()
+        assert is_here.wait(60.0)  # the rest does not come
+
+    def frames() -> Iterator[Arrival]:
+        yield arrived(0)
+        waiting.release()
+        assert is_here.wait(60.0)
+        yield arrived(1)
+
+    def read() -> int:
+        if not is_layered:
+            return len(reader.read(Wanted(session, KEYS[:2]), frames())[0])
+        stream = LayerStream(pieces(), len(frame))
+        return len(list(LayerReader(reader, Wanted(session, KEYS[:1])).layers(stream.arriving())))
+
+    with ThreadPoolExecutor(reader.threads) as callers:
+        calls = [callers.submit(read) for _ in range(reader.threads)]
+        try:
+            for _ in calls:
+                assert waiting.acquire(timeout=60.0)
+            others = [reader.submit(threading.current_thread) for _ in range(reader.threads)]
+            assert all(one.result(10.0) for one in others)
+        finally:
+            is_here.set()
+        assert [call.result() for call in calls] == [0 if is_layered else 2] * reader.threads

@@ -73,7 +73,7 @@ def test_a_server_that_contradicts_itself_is_an_error_of_the_store() -> None:
             read_outcomes(outcomes, reasons)
     reply = pb.OpenSessionResponse(max_message_bytes=1, heartbeat_ms=1, key_namespace=bytes(16))
     peer: Any = SimpleNamespace(address="there", call=lambda *_: reply)
-    with pytest.raises(InvalidRequestError, match="server='there': its terms make no sense"):
+    with pytest.raises(InvalidRequestError, match="server='there': it sent invalid session terms"):
         Session(peer, SMALL, ClientOptions())
 
 
@@ -102,9 +102,9 @@ def test_gate_shuts_after_silence_and_opens_when_its_time_is_up(error: KVStoreEr
     clock = FakeClock()
     gate = CircuitBreaker(500, clock)
     gate.check()
-    assert gate.note(error)
+    assert gate.record(error)
     for _ in range(3):
-        with pytest.raises(TierUnavailableError, match=r"did not answer; tried again in 0\.5 s"):
+        with pytest.raises(TierUnavailableError, match=r"did not answer; retried in 0\.5 s"):
             gate.check()
     clock.now += 0.499
     with pytest.raises(TierUnavailableError):
@@ -122,8 +122,8 @@ def test_any_answer_opens_the_gate() -> None:
         TierUnavailableError("disk", "broken"),
     ):
         gate = CircuitBreaker(500, FakeClock())
-        gate.note(DeadlineError("late"))
-        assert not gate.note(error)
+        gate.record(DeadlineError("late"))
+        assert not gate.record(error)
         gate.check()
 
 
@@ -132,15 +132,15 @@ def test_calls_that_wait_at_the_same_time_count_once() -> None:
     gate = CircuitBreaker(500, clock, 1000)
     short = Until(200, clock(), clock)
     for _ in range(9):
-        assert not gate.note(DeadlineError("late"), short)
+        assert not gate.record(DeadlineError("late"), short)
     clock.now += 0.2
-    assert not gate.note(DeadlineError("late"), short)
-    gate.note(None)
+    assert not gate.record(DeadlineError("late"), short)
+    gate.record(None)
     for is_open in (False, False, True):
         clock.now += 0.2
-        assert gate.note(DeadlineError("late"), short) == is_open
+        assert gate.record(DeadlineError("late"), short) == is_open
     clock.now += 0.6
-    assert gate.note(DeadlineError("late"), short), "a server that is dead costs once"
+    assert gate.record(DeadlineError("late"), short), "a server that is dead costs once"
 
 
 class Link:

@@ -198,7 +198,7 @@ def test_following_a_plan_brings_bases_in_order_and_then_level_by_level(
     order = [fetch.level for fetch in fetched]
     assert order == sorted(order), "what is needed at least comes first"
     bases = [fetch.chunk for fetch in fetched if not fetch.level]
-    assert bases == sorted(bases, reverse=progress.is_beside)
+    assert bases == sorted(bases, reverse=progress.is_concurrent)
 
 
 def test_deadline_pressure_stops_refining_and_nothing_else() -> None:

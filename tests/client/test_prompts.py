@@ -288,7 +288,7 @@ def test_no_tokens_are_a_miss_and_neither_tokens_nor_keys_an_error(client: Clien
 
 
 BAD_KV: list[tuple[Any, str]] = [
-    (np.zeros((2, 2, 2, 31, 8), np.float16), "room for 32"),
+    (np.zeros((2, 2, 2, 31, 8), np.float16), "needs 32 tokens"),
     (np.zeros((3, 2, 2, 32, 8), np.float16), r"give \(2, 2, 2, tokens, 8\)"),
     (np.zeros((2, 2, 3, 32, 8), np.float16), r"give \(2, tokens, 8\)"),
     (np.zeros((2, 2, 32, 8), np.float16), r"give \(2, 2, 2, tokens, 8\)"),
@@ -335,15 +335,15 @@ def test_what_cannot_be_written_to_is_no_target(client: Client) -> None:
         cache[[0, 4]]
     with pytest.raises(InvalidRequestError, match="name each block once"):
         cache[[1, 1]]
-    with pytest.raises(LayoutMismatchError, match="in its byte order"):
+    with pytest.raises(LayoutMismatchError, match="in native byte order"):
         client.get(prompt, out=np.zeros((2, 2, 2, 32, 8), ">u2"))
-    with pytest.raises(LayoutMismatchError, match="in its byte order"):
+    with pytest.raises(LayoutMismatchError, match="in native byte order"):
         client.put(prompt, np.zeros((2, 2, 2, 32, 8), ">f2"))
     pages = [np.zeros((4, 2, 16, 2, 8), np.float16) for _ in range(2)]
     short = PagedCache(HALF, pages, "block kv token head dim")[[0]]
     with pytest.raises(InvalidRequestError, match="tokens 0 to 32 do not fit that many"):
         client.get(keys=client.keys(prompt), out=short)
-    with pytest.raises(LayoutMismatchError, match="kv=16: give room for 32 tokens"):
+    with pytest.raises(LayoutMismatchError, match="kv=16: needs 32 tokens"):
         client.put(prompt, short)
     other = PagedCache(replace(HALF, model_id="other"), pages, "block kv token head dim")
     with pytest.raises(LayoutMismatchError, match="kv='other'"):

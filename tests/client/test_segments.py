@@ -414,7 +414,7 @@ def test_answers_that_do_not_fit_the_question_are_no_answers(client: Client) -> 
         reply = pb.ResolveResponse()
         reply.CopyFrom(good)
         change(reply, path, value)
-        with pytest.raises(KVStoreError, match="damaged"):
+        with pytest.raises(KVStoreError, match="invalid"):
             resolution_from_message(reply, asked)
 
 

@@ -76,8 +76,8 @@ class TestBulkTransport(BulkChannelContract):
 
         keys = store(client, 1, 1)
         breaker, opened = bare.session.connection.breaker, list[bool]()
-        note = breaker.note  # a heartbeat may close it again before we look
-        monkeypatch.setattr(breaker, "note", lambda *some: opened.append(note(*some)))
+        record = breaker.record  # a heartbeat may close it again before we look
+        monkeypatch.setattr(breaker, "record", lambda *some: opened.append(record(*some)))
         monkeypatch.setattr(FrameStream, "parts", late)
         with bare.read(plan_of(keys)) as arriving, pytest.raises(DeadlineError):
             next(arriving.frames)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,11 +16,14 @@ from typing import Any
 import pytest
 from conftest import ServerMaker
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
-from helpers.prompts import SMALL, chunks_of, keys_of, store, tokens
+from helpers.prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store, tokens
+from helpers.slow_link import SlowLink
 
 from kvstore.client import Client, ClientOptions, server_link
 from kvstore.client.chunk import PlannedChunk
+from kvstore.client.chunk_reads import ChunkRequest, read_layers
 from kvstore.client.connection import SLACK_S, Connection, Until
+from kvstore.client.decode import fresh
 from kvstore.client.lookups import look_up
 from kvstore.client.options import TransportName
 from kvstore.client.planning import PlanTerms
@@ -27,6 +31,7 @@ from kvstore.client.server_link import ServerLink
 from kvstore.client.session import Session
 from kvstore.client.transports.base import PutTerms, ReadPlan, Transport
 from kvstore.client.transports.shared_memory import PutPipeline, ShmTransport
+from kvstore.client.transports.tcp import BulkTransport
 from kvstore.codecs.raw import RawCodec
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -38,8 +43,9 @@ from kvstore.proto.errors import (
     TierUnavailableError,
 )
 from kvstore.proto.frame import FrameHeader
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, PutOutcome
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChunkKey, PutOutcome
 from kvstore.server.bulk import tcp_server
+from kvstore.server.store.writes import Writes
 
 SHORT_S = 0.2
 LONG_S = 5.0
@@ -162,7 +168,7 @@ def test_a_levelled_get_that_is_late_shuts_nobody_out_nor_lets_anybody_in(
     transport = client._link.connected()
 
     def late(_: Any) -> None:
-        transport.session.connection.breaker.note(LATE if is_own else DeadlineError("another's"))
+        transport.session.connection.breaker.record(LATE if is_own else DeadlineError("another's"))
         raise LATE
 
     monkeypatch.setattr(transport, "read", late)
@@ -284,6 +290,50 @@ def test_puts_that_wait_for_another_have_one_deadline(
     assert granted_ms[0] <= DEADLINE_MS - 400
 
 
+def test_all_requests_of_a_put_have_one_deadline(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    options = ClientOptions("shm", 64, deadline_ms=2000, staging_bytes=1)
+    client = server.connect("shm", MEDIUM, options)
+    keys = keys_of(client, 1, 24)
+    chunks = chunks_of(client, keys)  # a group each
+    commit = Writes.commit
+
+    def slow(*arguments: Any, **more: Any) -> Any:
+        time.sleep(0.25)
+        return commit(*arguments, **more)
+
+    monkeypatch.setattr(Writes, "commit", slow)
+    began_s = time.monotonic()
+    with pytest.raises(DeadlineError):
+        client.put_chunks(chunks)
+    assert time.monotonic() - began_s < LONG_S
+    monkeypatch.setattr(Writes, "commit", commit)
+    outcomes = [one.outcome for one in client.put_chunks(chunks)]
+    assert set(outcomes) == {PutOutcome.exists, PutOutcome.stored}
+    assert_reads(client, keys)
+    server.settled()
+
+
+def test_layers_that_are_wanted_no_more_are_not_waited_for_over_tcp(
+    make_server: ServerMaker,
+) -> None:
+    server = make_server("--bulk", "127.0.0.1:0")
+    client = server.connect("tcp", MEDIUM, ClientOptions("tcp", 64, deadline_ms=DEADLINE_MS))
+    keys = store(client, 1, 8)
+    session = client._link.connected().session
+    with closing(SlowLink(int(server.streams.address.rpartition(":")[2]))) as link:
+        session.terms = replace(session.terms, bulk_address=f"tcp://{link.address}")
+        with closing(BulkTransport(session)) as transport:
+            wanted = ChunkRequest(keys, fresh, Accuracy.exact, DEADLINE_MS)
+            for share in (0.4, math.inf):
+                began_s, link.stop_at_bytes = time.monotonic(), link.passed_bytes + share * 2e6
+                with closing(read_layers(client._link, transport, wanted)) as layers:
+                    assert len(next(layers).tensors) == 8
+                assert time.monotonic() - began_s < LONG_S
+    server.settled()
+
+
 def test_a_call_does_not_wait_for_another_that_opens_the_session(
     silent: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -311,8 +361,8 @@ def test_a_call_that_hangs_at_its_end_counts_with_its_whole_time(
         raise LATE
 
     def hangs(*_: Any) -> None:
-        breaker.note(None)
-        breaker.note(LATE, Until(DEADLINE_MS // 4))
+        breaker.record(None)
+        breaker.record(LATE, Until(DEADLINE_MS // 4))
         raise LATE
 
     for work, is_shut in ((slow, False), (hangs, True)):

@@ -208,7 +208,7 @@ def test_calls_in_a_queue_share_a_connection_and_each_has_its_own_answer(setting
     assert waits[0]().ready == 0
     other = numbered(9)  # on a connection of its own, as answers are still to come
     assert setting.link.call("Lookup", other, DEADLINE_MS, pb.LookupResponse).ready == 9
-    with pytest.raises(AssertionError, match="another call's"):
+    with pytest.raises(AssertionError, match="in call order"):
         waits[2]()
     assert [wait().ready for wait in waits[1:5]] == [1, 2, 3, 4]
     with pytest.raises(LeaseExpiredError, match="gone"):
@@ -239,7 +239,7 @@ def test_silence_ends_all_calls_of_a_queue_after_one_deadline(setting: Setting) 
     with pytest.raises(DeadlineError):
         waits[0]()
     for wait in waits[1:]:
-        with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
+        with pytest.raises(TierUnavailableError, match="did not answer; retried in"):
             wait()
     assert eventually(lambda: false.ended == 1)
 
@@ -288,9 +288,9 @@ def test_silent_server_costs_one_deadline_and_shuts_the_gate(setting: Setting) -
     with pytest.raises(DeadlineError, match="did not answer in time"):
         setting.look_up(SOON_MS)
     for ask in (setting.look_up, lambda: list(setting.get())):
-        with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
+        with pytest.raises(TierUnavailableError, match="did not answer; retried in"):
             ask()
-    with pytest.raises(TierUnavailableError, match="did not answer; tried again in"):
+    with pytest.raises(TierUnavailableError, match="did not answer; retried in"):
         setting.sent(setting.request(), DEADLINE_MS)
     assert eventually(lambda: len(false.calls) == 2)  # the first had an answer
     setting.ahead_s = 61.0
@@ -342,7 +342,7 @@ def test_call_that_gets_no_answer_goes_through_grpc_on_no_connection_of_the_old(
         assert setting.look_up() == 2
         assert (len(false.calls), len(false.joins)) == (number, number)
     false.answer = lambda _: [unix_socket.pack_reply(Reply.ok) + b"\xff\xff"]
-    with pytest.raises(KVStoreError, match="the server's answer is no LookupResponse"):
+    with pytest.raises(KVStoreError, match="the server's reply is not a LookupResponse"):
         setting.look_up()
 
 
@@ -392,7 +392,7 @@ def test_who_may_not_join_calls_through_grpc_and_tries_again_later(
         setting.ahead_s += 6.0
         assert [setting.look_up(), setting.look_up()] == [2, 2]
         assert eventually(lambda: len(false.joins) == number)  # noqa: B023
-        assert eventually(lambda: not setting.link.links._is_beside)
+        assert eventually(lambda: not setting.link.links._is_in_thread)
     setting.ahead_s += 6.0
     assert setting.look_up() == 2, "one is connected beside it"
     assert eventually(lambda: setting.look_up() == BY_SOCKET)

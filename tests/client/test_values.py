@@ -41,7 +41,7 @@ POSITIVE = "give a positive whole number"
 PRINTABLE = "give at most 128 printable characters"
 UNUSABLE: list[tuple[str, list[Any], str]] = [
     ("transport", ["pigeon"], "use auto, shm, tcp or grpc"),
-    ("transport", ["zmq"], "there is no such transport any more; use tcp"),
+    ("transport", ["zmq"], "it was removed; use tcp"),
     ("chunk_tokens", [15, 8193], "use 16 to 8192"),
     ("chunk_tokens", [256.0, "256"], "use 16 to 8192, a whole number"),
     ("deadline_ms", [0, -1, 2.5, True], POSITIVE),
@@ -226,10 +226,10 @@ OTHERS: list[tuple[Any, str, str]] = [
     ([numbers(0, 2, 8, 2, 8)] * 3, PAGE_AXES, "they need 2 heads of 8"),
     ([numbers(4, 3, 8, 2, 8)] * 3, PAGE_AXES, "kv=3: give 2 parts"),
     ([numbers(4, 8, 2, 8)] * 3, "block token head dim", "kv=1: give 2 parts"),
-    ([(numbers(4, 2, 8, 2, 8),) * 2] * 3, PAGE_AXES, "leave kv out where"),
+    ([(numbers(4, 2, 8, 2, 8),) * 2] * 3, PAGE_AXES, "leave kv out if"),
     (
         [numbers(4, 2, 8, 2, 8)] * 2 + [numbers(5, 2, 8, 2, 8)],
-        PAGE_AXES, "all layers need as many blocks",
+        PAGE_AXES, "all layers need the same number of blocks",
     ),
     (
         [numbers(4, 2, 8, 2, 8, dtype=torch.float16)] * 3,
@@ -237,7 +237,7 @@ OTHERS: list[tuple[Any, str, str]] = [
     ),
     ([np.zeros((4, 2, 8, 2, 8), np.uint8)] * 3, PAGE_AXES, "pages='uint8'"),
     (numbers(3, 4, 2, 8, 2, 8), PAGE_AXES, "name the layer axis"),
-    ([numbers(4, 2, 8, 2, 8)] * 3, "layer block kv token head dim", "leave layer out where"),
+    ([numbers(4, 2, 8, 2, 8)] * 3, "layer block kv token head dim", "leave layer out if"),
     (numbers(3, 4, 2, 8, 2), "layer block kv token head dim", "does not name the axes"),
 ]  # fmt: skip
 
@@ -329,7 +329,7 @@ def test_a_rank_puts_and_gets_its_part_of_a_prompt_by_tokens(server: LocalServer
         assert np.array_equal(pages[0][4, 0], own[0, 0, :, :8].swapaxes(0, 1))
     client = connect(stages[0])
     whole = PagedCache(model, [np.zeros((5, 2, 8, 4, 8), np.float16) for _ in range(3)], PAGE_AXES)
-    with pytest.raises(LayoutMismatchError, match="a cache of another Model"):
+    with pytest.raises(LayoutMismatchError, match="give a cache of this Model"):
         client.get(prompt, out=whole[[0, 1, 2, 3, 4]])
     with pytest.raises(LayoutMismatchError, match="whole chunks only"):
         list(client.get_layers(prompt))

@@ -185,7 +185,7 @@ class LayersContract:
             put.layer(0, right[0])
             with pytest.raises(InvalidRequestError, match=r"layers=\[1\]: give them all"):
                 put.__exit__(None, None, None)
-            with pytest.raises(InvalidRequestError, match="this put is over"):
+            with pytest.raises(InvalidRequestError, match="this put has ended"):
                 put.layer(1, right[1])
             put.abandon()
         assert client.lookup(keys=keys).missing == 3

@@ -141,7 +141,7 @@ def test_a_token_in_plain_text_is_not_shown_to_another_user_who_took_the_port(
         run = "import sys; from kvstore.cli.__main__ import main; sys.exit(main(sys.argv[1:]))"
         command = (sys.executable, "-c", run, "--token-file", str(token), "status", address)
         done = subprocess.run(command, capture_output=True, text=True)
-        assert "user 65534 listens there and would get the token" in done.stderr
+        assert "user 65534 listens there and would receive the token" in done.stderr
         assert done.returncode != 0
         Connection(address, 20).close()  # without a token there is nothing to lose
         Connection(address, 20, access=Access(token="secret", insecure=True)).close()

@@ -83,7 +83,7 @@ async def routed(program: Any, stores: list[LocalServer]) -> AsyncIterator[tuple
         router = program.Router(nodes, SMALL, OPTIONS)
         port = await router.start("127.0.0.1", 0)
         try:
-            await eventually(lambda: all(node.is_heard for node in nodes))
+            await eventually(lambda: all(node.is_followed for node in nodes))
             yield router, port
         finally:
             await router.close()
@@ -160,11 +160,11 @@ def test_a_restart_clears_what_was_known_of_a_node(
                 await asyncio.to_thread(store, a, 1, 3)
             await eventually(lambda: len(router.places) == 3)
             await asyncio.to_thread(stores[0].close)
-            await eventually(lambda: not router.nodes[0].is_heard)
+            await eventually(lambda: not router.nodes[0].is_followed)
             assert {await complete(port, 1, 3) for _ in range(4)} == {"a", "b"}
             again = ("--tiers", "cpu", "--listen", stores[0].address)
             stores[0] = LocalServer(tmp_path / "a", *again)
-            await eventually(lambda: router.nodes[0].is_heard)
+            await eventually(lambda: router.nodes[0].is_followed)
             await eventually(lambda: len(router.places) == 0)
 
     run(work)
@@ -178,16 +178,16 @@ def test_what_is_known_is_bounded_and_counts_copies_by_tier(program: Any) -> Non
     node, places = program.Node("s", "e"), program.Places(limit=2)
     keys = [ChunkKey(bytes(16) + bytes([number]) * 16) for number in range(3)]
     stored = [ChunkEvent(key, None, 16, "cpu", Accuracy.exact) for key in keys]
-    places.take(node, page(stored[0], stored[0]._replace(tier="disk")))
+    places.apply(node, page(stored[0], stored[0]._replace(tier="disk")))
     gone = stored[0]._replace(tokens=0, accuracy=Accuracy.approximate)
-    places.take(node, page(gone))
+    places.apply(node, page(gone))
     assert places.prefix([keys[0][16:]], node) == 1
-    places.take(node, page(gone._replace(tier="disk")))
+    places.apply(node, page(gone._replace(tier="disk")))
     assert len(places) == 0
-    places.take(node, page(stored[0]._replace(accuracy=Accuracy.bounded)))
+    places.apply(node, page(stored[0]._replace(accuracy=Accuracy.bounded)))
     assert len(places) == 0
-    places.take(node, page(*stored))
+    places.apply(node, page(*stored))
     assert len(places) == 2
     assert places.prefix([keys[0][16:]], node) == 0
-    places.take(node, page(cleared=True))
+    places.apply(node, page(cleared=True))
     assert len(places) == 0

@@ -389,9 +389,9 @@ def test_an_answer_to_a_lookup_that_contradicts_itself_is_an_error() -> None:
         answer = pb.LookupResponse()
         answer.CopyFrom(ANSWER)
         setattr(answer, name, value)
-        with pytest.raises(KVStoreError, match="lookup of 4 chunks is damaged"):
+        with pytest.raises(KVStoreError, match="lookup of 4 chunks is invalid"):
             match_from_message(answer, 4)
-    with pytest.raises(KVStoreError, match="lookup of 1 chunks is damaged"):
+    with pytest.raises(KVStoreError, match="lookup of 1 chunks is invalid"):
         match_from_message(ANSWER, 1)
 
 
@@ -415,7 +415,7 @@ def test_a_plan_comes_out_as_it_went_in_and_with_gaps_is_damaged() -> None:
         [(0, 2), (3, 5)], [(0, 2), (2, 4)], [(1, 5)], [(0, 5), (5, 5)], [(0, 6), (6, 5)]
     ]:  # fmt: skip
         ranges = tuple(PlanRange(first, stop, True, 1.0) for first, stop in bounds)
-        with pytest.raises(KVStoreError, match="5 chunks is damaged"):
+        with pytest.raises(KVStoreError, match="5 chunks is invalid"):
             match_from_message(reply_of(LoadPlan(ranges, 1.0, 1.0)), 5)
 
 

@@ -468,7 +468,9 @@ def test_importance_that_is_not_the_chunks_is_refused_before_anything_is_sent_an
     assert client.lookup(keys=[key]).ready == 0
     for weights in ([], [b""], [b"1", b"2"], [bytes(8193)]):
         with pytest.raises(InvalidRequestError, match="weights"):
-            client._link.ask("Weigh", pb.WeighRequest(weights=weights), [key], pb.WeighResponse)
+            client._link.call_keys(
+                "Weigh", pb.WeighRequest(weights=weights), [key], pb.WeighResponse
+            )
 
 
 def test_no_more_is_kept_than_the_limit_and_the_oldest_goes() -> None:
