@@ -256,7 +256,7 @@ def test_status_of_a_server_that_is_not_there_exits_with_3(kvstore: Kvstore) -> 
     run = kvstore("status", address)
     assert (run.status, run.out) == (3, "")
     assert is_one_sentence(run.err)
-    assert f"no kvstore-server answers at {address}" in run.err
+    assert f"no kvstore-server responds at {address}" in run.err
     assert "refused" in run.err
 
 

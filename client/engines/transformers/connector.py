@@ -132,7 +132,7 @@ class TransformersConnector(Connector):
         """Return the least accuracy that a call reads; *accuracy* None: the connector's."""
         least = self.least if accuracy is None else least_of(accuracy)
         if self._shape.has_ends and least is not Accuracy.exact:
-            fix = "use exact: of models that keep windows or states no lossy copy is read"
+            fix = "use exact: models that keep windows or states read no lossy copies"
             raise InvalidRequestError("accuracy", accuracy, fix)
         return least
 
@@ -282,7 +282,7 @@ class TransformersConnector(Connector):
         began_s = time.monotonic()
         if not isinstance(self._model, GenerationMixin):
             name = type(self._model).__name__
-            raise InvalidRequestError("model", name, "give one that generates")
+            raise InvalidRequestError("model", name, "give a model that generates")
         if deadline_ms is None:
             deadline_ms = self._deadline_ms
         within = generation.checked_deadline(deadline_ms)

@@ -76,10 +76,10 @@ def _whole_numbers(name: str, given: Any, device: torch.device) -> Tensor:
     try:
         found = torch.as_tensor(given, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
-        fix = f"give a tensor, lists of one length or what the tokenizer returned: {error}"
+        fix = f"give a tensor, lists of one length or a tokenizer's output: {error}"
         raise InvalidRequestError(name, type(given).__name__, fix) from None
     if found.is_floating_point() or found.is_complex():
-        raise InvalidRequestError(name, str(found.dtype), "give whole numbers: token ids")
+        raise InvalidRequestError(name, str(found.dtype), "give integers: token ids")
     return (found[None] if found.ndim == 1 else found).long()
 
 
@@ -146,8 +146,8 @@ def settings_of(
             raise InvalidRequestError(name, value, fix)
         setattr(settings, name, value)
     stored = (
-        "dynamic and static caches are stored: a quantised one would hold other numbers after "
-        "a load than after a prefill, and an offloaded one is not where it is looked for"
+        "use a dynamic or static cache: a quantised one differs between a load and a prefill, "
+        "and an offloaded one is elsewhere"
     )
     for name, taken, fix in (
         ("num_beams", (None, 0, 1), "one sequence at a time"),

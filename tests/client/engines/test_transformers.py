@@ -204,7 +204,7 @@ def test_what_is_no_prompt_and_no_setting_is_refused_by_name(connect: Connect) -
     refused: list[tuple[dict[str, Any], str]] = [
         ({"input_ids": "words"}, "input_ids='str': give a tensor, lists"),
         ({"input_ids": [[3, 4], [5]]}, "input_ids='list': give a tensor, lists"),
-        ({"input_ids": [[0.5]]}, r"input_ids='torch.float32': give whole numbers"),
+        ({"input_ids": [[0.5]]}, r"input_ids='torch.float32': give integers"),
         ({"input_ids": None}, "input_ids='NoneType': give a tensor"),
         ({"input_ids": torch.empty((1, 0), dtype=torch.long)}, "give prompts of"),
         ({"input_ids": {"input_ids": [[3]], "pixel_values": 1}}, "'pixel_values': give input_ids"),
