@@ -108,7 +108,7 @@ def parse_manifest(raw: bytes, key: ChunkKey) -> Manifest | None:
     manifest = Manifest(unpack_info(body[_FIXED.size :]), part_bytes, write_id, sealed_us, raw)
     info = manifest.info
     if info.key != key:
-        raise InvalidFrameError("manifest", info.key.hex(), f"stands under {key.hex()}")
+        raise InvalidFrameError("manifest", info.key.hex(), f"is stored as {key.hex()}")
     if not 1 <= info.size_bytes <= MAX_FRAME_BYTES:
         raise InvalidFrameError("manifest", info.size_bytes, f"at most {MAX_FRAME_BYTES} bytes")
     if not MIN_PART_BYTES <= part_bytes <= MAX_PART_BYTES:
@@ -163,7 +163,7 @@ class RedisChunks:
             # not GET: another program's value of this name may have 512 MB
             names = [self._names.manifest(key) for key in window]
             calls = [(name, (b"GETRANGE", name, 0, MAX_MANIFEST_BYTES)) for name in names]
-            rows = self._client.ask(calls)
+            rows = self._client.execute(calls)
             for key, row in zip(window, rows, strict=True):
                 if isinstance(row, TierUnavailableError) or row == b"":
                     found.append(row or None)
@@ -176,7 +176,7 @@ class RedisChunks:
                     damaged.append(self._delete_manifest(key, raw))
         if damaged:
             with contextlib.suppress(TierUnavailableError):
-                self._client.ask(damaged)
+                self._client.execute(damaged)
         return found
 
     def read(
@@ -298,7 +298,7 @@ class RedisChunks:
             name, command = self._delete_manifest(old.info.key, old.raw)
             calls += [(name, command), (name, (b"UNLINK", *self._names.parts(old)))]
         try:
-            replies = self._client.ask(calls)
+            replies = self._client.execute(calls)
         except TierUnavailableError:
             self._remains.extend(swept)
             raise
