@@ -162,10 +162,14 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
 
 
 def client_of(address: str, model: Model, deadline_ms: int, **options: Any) -> Client:
-    """Return a client of *model* with the given access, which the caller closes."""
+    """Return a client of *model* with the given access, which the caller closes.
+
+    Raises KVStoreErrors; without an answer, one sentence, as ``connected``.
+    """
     from kvstore.client.client import Client
     from kvstore.client.options import ClientOptions
 
+    call(address, "Status")
     access = given_access()
     return Client(address, model, ClientOptions(deadline_ms=deadline_ms, access=access, **options))
 

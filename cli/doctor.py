@@ -95,7 +95,7 @@ def doctor(address: str, context: typer.Context, as_json: app.AsJson = False) ->
 
 
 def check_limits(config: Settings) -> Iterator[Finding]:
-    """Check the limits of open files, locked memory, and the container's memory."""
+    """Check the limits of open files, locked memory and the container's memory, and the tiers."""
     from kvstore.server.settings.process_limits import PROCESS_BYTES, memory_limit_bytes
     from kvstore.server.settings.values import format_size
 
@@ -106,6 +106,8 @@ def check_limits(config: Settings) -> Iterator[Finding]:
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         fix = "set LimitMEMLOCK=infinity: memory is pinned for the GPU"
         yield judged(0 <= locked < config.cpu_size, "locked memory", _size(locked), fix)
+    for name, tier in config.unused:
+        yield Finding("tiers", "warn", f"{name} has no effect", f"add {tier} to --tiers")
     limit = memory_limit_bytes()
     needed = config.cpu_size + PROCESS_BYTES
     fix = f"give {format_size(needed)}, or a smaller --cpu"

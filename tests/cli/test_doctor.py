@@ -86,6 +86,8 @@ def test_doctor_finds_a_machine_that_can_serve_in_order(
     row = found[f"disk {folder}"]
     assert (status, row["state"], "give at most" in row["fix"]) == (1, "fail", True)
     assert not folder.exists()
+    row = doctor("--tiers", "cpu", "--redis", "redis://127.0.0.1:1")[1]["tiers"]
+    assert (row["saw"], row["fix"]) == ("redis_url has no effect", "add redis to --tiers")
 
 
 def test_doctor_names_what_would_fail_and_what_to_do(doctor: Look) -> None:
