@@ -486,7 +486,7 @@ class DataFiles:
             raise self._failed(file, "sync", error) from error
 
     def check_linked(self) -> None:
-        """Raise TierUnavailableError if a data file was removed: its bytes end with this process."""
+        """Raise TierUnavailableError if a data file was removed: its bytes end with the process."""
         with self.lock:
             files = list(self.by_number.values())
         for file in files:
