@@ -95,7 +95,7 @@ COUNTERS: Mapping[str, str] = {
     "event_restarts": "times that a reader of events fell behind what is kept, and began anew",
     "event_invalid_requests": "requests for missed events that were none",
     "event_cut_replays": "answers with missed events that were given up, as nobody read them",
-    "stalled_calls": "calls ended as their messages did not come",
+    "stalled_calls": "calls ended as messages did not come, or were not taken",
     "expired_leases": "leases released because their time was up",
     "expired_sessions": "sessions closed because they fell silent",
     "revoked_sessions": "sessions closed because their key was revoked or their token had expired",
