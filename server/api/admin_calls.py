@@ -82,7 +82,7 @@ class AdminCalls:
         require(request.tier in (*slots, ""), "tier", request.tier, f"use one of {sorted(slots)}")
         deadline = self._checks.deadline(request.deadline_ms or CLEAR_DEADLINE_MS)
         if request.session_id:
-            fix = "name a tenant without a session, whose chunks are its own"
+            fix = "leave it out with a session_id: that selects the session's chunks"
             require(not request.tenant, "tenant", request.tenant, fix)
             space = self._sessions.get(request.session_id).namespace
             keys = self._catalog.queries.keys_from(space)
@@ -169,7 +169,7 @@ class AdminCalls:
         if sizes:
             known = self._catalog.eviction.quotas_of(tenant)
             tiers = [request.tier] if request.tier else list(known)
-            fix = "has no quota that could change: name it in --tenant-quotas or --tenant-limits"
+            fix = "has no quota to change: add it to --tenant-quotas or --tenant-limits"
             is_known = known and set(tiers) <= set(known)
             require(is_known, "tenant", (tenant, request.tier), fix)
             changed = {tier: replace(known[tier].quota, **sizes) for tier in tiers}
@@ -291,7 +291,7 @@ class AdminCalls:
 
     def _space(self, request: pb.ExplainRequest, peer: str) -> Namespace:
         if request.session_id:
-            fix = "ask for recent misses without a session, on the server's host"
+            fix = "request recent misses without a session, on the server's host"
             require(not request.recent, "session_id", request.session_id, fix)
             return self._sessions.get(request.session_id).namespace
         check_local(peer, "Explain without a session")

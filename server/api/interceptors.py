@@ -173,6 +173,6 @@ def _abort(context: grpc.ServicerContext, error: Exception, method: str) -> NoRe
     if isinstance(error, KVStoreError) or context.is_active():
         name, status, message = describe(error, method)
     else:
-        name, status, message = "KVStoreError", "CANCELLED", "the client went away"
+        name, status, message = "KVStoreError", "CANCELLED", "the client disconnected"
     context.set_trailing_metadata(((ERROR_NAME, name),))
     context.abort(grpc.StatusCode[status], message)

@@ -68,7 +68,7 @@ BEAT_S = 1.0
 """Longest time between two messages to a reader of events."""
 _LAST_S = 0.5
 """A call of Events with less time left ends by itself, before its deadline cuts it off."""
-_NO_DEVICE = "this server takes no puts out of device memory: start it with gpu"
+_NO_DEVICE = "this server accepts no puts from device memory: start it with gpu"
 _NO_KEY = ChunkKey(bytes(KEY_BYTES))
 
 
@@ -407,10 +407,10 @@ class DataCalls:
         known = cast("PeerTier", slot.tier).peers.known() if slot else []
         peer = next((one for one in known if one.number == request.number), None)
         if peer is None:
-            raise InvalidRequestError("number", request.number, "of no server that is known")
+            raise InvalidRequestError("number", request.number, "no such peer")
         grant = peer.grant_direct_reads(session.namespace)
         if grant is None:
-            raise TierUnavailableError("peer", f"{peer.address}: is not up")
+            raise TierUnavailableError("peer", f"{peer.address}: is down")
         return grant
 
     # --- events
@@ -454,7 +454,7 @@ class DataCalls:
                 raise LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
             # A session ends with its credentials; check those of a call without one.
             if session is None and trust is not None and not trust.authenticator.holds(caller):
-                raise UnauthenticatedError("credentials: not valid any more; call with others")
+                raise UnauthenticatedError("credentials: no longer valid; call with others")
             page, now = reader.poll(), self._clock()
             if page is not None:
                 yield messages.as_message(  # a root has an empty parent on the wire

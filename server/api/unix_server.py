@@ -196,7 +196,9 @@ class UnixServer:
                 self._no_thread_until_s = self._clock() + _THREAD_AGAIN_S
             if not number:
                 raise
-            logger.warning("no further thread", server="unix", reason=str(error), threads=number)
+            logger.warning(
+                "cannot start a thread", server="unix", reason=str(error), threads=number
+            )
             return
         self._threads.append(thread)
 
@@ -279,7 +281,7 @@ class UnixServer:
         if not has_room:
             connection.close()
             logger.warning(
-                "hung up on a connection: there are as many as may be", server="unix",
+                "connection closed: too many connections", server="unix",
                 descriptors=self._max_descriptors, unknown=strangers,
                 fix="raise ulimit -n, or --max-sessions",
             )  # fmt: skip
@@ -342,7 +344,7 @@ class UnixServer:
                 if peer.session is None:
                     raise UnauthenticatedError("attach or join before calling")
                 if self.answer is None:
-                    raise InvalidRequestError("op", request.op, "this server takes no calls here")
+                    raise InvalidRequestError("op", request.op, "this server accepts no calls here")
                 with closing(self.answer(peer.session, request, body)) as packets:
                     return send_packets(peer.connection, packets, self._clock)
             if body:
@@ -366,7 +368,7 @@ class UnixServer:
     def _obey(self, peer: _Peer, request: Request, descriptors: list[int]) -> None:
         op, reply = request.op, pack_reply(Reply.ok)
         if op in (Op.attach, Op.ring) and len(descriptors) != 1:
-            raise InvalidRequestError(op.name, len(descriptors), "bring one memfd")
+            raise InvalidRequestError(op.name, len(descriptors), "send one memfd")
         if op not in _METHODS and peer.session is not None:
             raise InvalidRequestError("op", op.name, "this connection has a session")
         if op in (Op.slab, Op.extent):
@@ -387,7 +389,7 @@ class UnixServer:
         session = self._admitted(peer, request.op)
         if request.op is Op.extent and "write" not in session.roles:
             # It runs as the server's user and could reopen the file through /proc for writing.
-            raise PermissionDeniedError("Extent: this session may not write, and gets copies")
+            raise PermissionDeniedError("Extent: needs role write; this session reads copies")
         file = self._files.get(request.op)
         if file is None:
             raise InvalidRequestError("op", request.op.name, "this server shares no files")
@@ -405,7 +407,7 @@ class UnixServer:
     def _admitted(self, peer: _Peer, op: Op) -> Session:
         session = peer.session
         if session is None or session.is_closed:
-            raise UnauthenticatedError(f"{op.name}: attach with a session that is open first")
+            raise UnauthenticatedError(f"{op.name}: attach with an open session first")
         # Only the calls that lead to it count for the tenant's rate.
         self._authorizer.admit_on(session, _METHODS[op], is_counted=False)
         return session
@@ -413,7 +415,7 @@ class UnixServer:
     def _attach(self, peer: _Peer, request: Request, descriptor: int) -> None:
         memory = map_sealed(descriptor, MAX_STAGING_BYTES, STAGING_SEALS)
         if len(memory) != request.arg:
-            raise InvalidRequestError("staging", len(memory), f"not the {request.arg} it says")
+            raise InvalidRequestError("staging", len(memory), f"not the stated {request.arg} bytes")
         session = _proven(peer, request)
         with self._lock:
             if session.session_id in self._staging:
@@ -428,7 +430,7 @@ class UnixServer:
     def _ring(self, peer: _Peer, request: Request, descriptor: int) -> None:
         session = self._admitted(peer, request.op)
         if peer.staging is None:
-            raise UnauthenticatedError("bring a ring on the connection that attached")
+            raise UnauthenticatedError("send the ring on the connection that attached")
         if self.take_ring is None:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
         exported = map_sealed(descriptor, MAX_STAGING_BYTES)
@@ -466,12 +468,12 @@ def _proven(peer: _Peer, request: Request) -> Session:
     """Return the session of the peer's hello, once: the next proof needs another hello."""
     challenge, peer.challenge = peer.challenge, None
     if challenge is None or not hmac.compare_digest(challenge.proof(request.op), request.token):
-        raise UnauthenticatedError("say hello, and prove that the session is yours")
+        raise UnauthenticatedError("send a hello, then a valid proof for the session")
     session = challenge.session
     if session.is_closed:
         raise UnauthenticatedError("the session ended; open another")
     if not session.roles & {"read", "write"}:  # a peer's or an admin's
-        raise PermissionDeniedError("Attach: this session may neither read nor write")
+        raise PermissionDeniedError("Attach: needs role read or write")
     return session
 
 
@@ -493,7 +495,7 @@ def listen(path: Path) -> socket.socket:
         _make_folder(path.parent)
         if os.path.lexists(path):
             if not path.is_socket():
-                fix = "something else is there; choose another with --socket"
+                fix = "not a socket; choose another path with --socket"
                 raise InvalidRequestError("socket_path", str(path), fix)
             _refuse_second_server(path)
             path.unlink()
@@ -518,7 +520,7 @@ def _make_folder(folder: Path) -> None:
     folders = {real, *real.parents, *folder.parents}
     swappable = [one for one in folders if _is_swappable(one, owners)]
     if swappable:
-        fix = f"others could swap the socket in {max(swappable)}: chmod go-w, or give --socket"
+        fix = f"others could replace the socket in {max(swappable)}: chmod go-w, or give --socket"
         raise InvalidRequestError("socket_path", str(folder), fix)
 
 

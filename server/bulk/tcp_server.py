@@ -259,7 +259,7 @@ class BulkServer:
 
     def _attached(self, wire: FramedSocket, message: pb.StreamMessage, origin: str) -> Caller:
         if not message.HasField("attach"):
-            raise UnauthenticatedError("say first whose connection it is")
+            raise UnauthenticatedError("attach the connection first")
         attach = message.attach
         session = self.service.sessions.get(attach.session_id)
         guest = attach if attach.key_namespace else None
@@ -334,7 +334,7 @@ class BulkServer:
         elif kind == "find":
             self.service.find(stream, message)
         elif kind != "cancel":  # a late cancel is ignored
-            raise InvalidRequestError("kind", kind, "ask for gets and puts")
+            raise InvalidRequestError("kind", kind, "send gets and puts")
 
     def _end(self, stream: Caller) -> None:
         """End its get, with the lease, and hang up."""
@@ -371,7 +371,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
         bound = host.replace("*", _ANY_HOST[0])
         listener = socket.create_server((bound, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        fix = f"{error.strerror}; is it taken? choose another address"
+        fix = f"{error.strerror}; is it in use? choose another address"
         raise InvalidRequestError("bulk", join_endpoint(host, port), fix) from None
     named = "*" if host in _ANY_HOST else f"[{host}]" if ":" in host else host
     return listener, f"tcp://{named}:{listener.getsockname()[1]}"

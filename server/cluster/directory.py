@@ -284,11 +284,11 @@ class Directory:
             work()
         except KVStoreError as error:
             if not self._failure:
-                logger.warning("the node directory cannot be used", reason=str(error))
+                logger.warning("node directory unavailable", reason=str(error))
             self._failure = str(error)
             return
         if self._failure:
-            logger.info("the node directory can be used again")
+            logger.info("node directory available again")
         self._failure = ""
 
     def _beat(self) -> None:
@@ -314,12 +314,12 @@ class Directory:
 
     def _log_state(self, state: MembershipState, rival: NodeAddress | None) -> None:
         if state is MembershipState.known:
-            logger.info("this node is in the directory", node_id=self.me.node_id)
+            logger.info("node joined the directory", node_id=self.me.node_id)
             return
         is_taken = state is MembershipState.taken
         what = "each node another --node-id" if is_taken else "some nodes another --redis-prefix"
         logger.error(
-            "this node stays out of the directory", reason=state.value, node_id=self.me.node_id,
+            "node not in the directory", reason=state.value, node_id=self.me.node_id,
             other=rival.grpc_address if rival else "", fix=f"give {what}",
         )  # fmt: skip
 

@@ -327,7 +327,7 @@ class Peers:
         except (InvalidRequestError, TierUnavailableError) as error:
             peer.breaker.fail(str(error))
             log = logger.warning if isinstance(error, InvalidRequestError) else logger.debug
-            log("peer cannot be used", peer=peer.address, reason=str(error))
+            log("peer unavailable", peer=peer.address, reason=str(error))
 
     # --- finding
 

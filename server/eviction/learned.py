@@ -69,7 +69,7 @@ class StumpScorer:
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise InvalidRequestError("weights", text[:40], f"a JSON object ({error})") from None
         if not is_whole or kind != (VERSION, FEATURES):
-            raise InvalidRequestError("weights", kind, "as the trainer wrote them")
+            raise InvalidRequestError("weights", kind, "use weights written by the trainer")
         return cls(stumps)
 
 

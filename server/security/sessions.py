@@ -191,7 +191,7 @@ class SessionTable:
         session = Session(session_id, tenant, client, *model, token, now, opened_at=now, **terms)
         with self._lock:
             if self.is_draining:
-                raise ShuttingDownError("the server drains; no new sessions")
+                raise ShuttingDownError("the server is draining; no new sessions")
             if len(self.by_id) >= self.limit:
                 raise QuotaExceededError("max_sessions", self.limit, "this server")
             spared = self.limit // SPARED_SHARE

@@ -70,7 +70,7 @@ class StreamingLoad:
     def _run(self, segment: int | None) -> bool:
         with self._lock:
             if not self._users:
-                raise LeaseExpiredError("the get that wanted this layer is over")
+                raise LeaseExpiredError("the get of this layer has ended")
             self._users += 1
         try:
             if segment is None:

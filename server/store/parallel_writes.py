@@ -220,7 +220,7 @@ class ParallelWrites:
                     chunk.join(ticket)
                 self.used_bytes += need_bytes
         if not has_room:
-            reason = f"have all of their {self._limit_bytes} bytes or are {MAX_UNFINISHED_CHUNKS}"
+            reason = f"use all of their {self._limit_bytes} bytes or number {MAX_UNFINISHED_CHUNKS}"
             return self._reservations.refuse(ticket.info.key, f"unfinished chunks {reason}")
         if stream_bytes:
             ticket.room = np.empty(stream_bytes, np.uint8)
@@ -286,7 +286,7 @@ class ParallelWrites:
     def _too_late(self, ticket: PartTicket) -> PutResult:
         if self._reservations.has(ticket.info.key):
             return PutResult(PutOutcome.exists)
-        return self._reservations.refuse(ticket.info.key, "its other shards did not come in time")
+        return self._reservations.refuse(ticket.info.key, "its other shards did not arrive in time")
 
     def _commit(self, ticket: PartTicket, frame: Bytes) -> PutResult:
         header, shard = _read_header(ticket, frame), ticket.part.shard

@@ -21,7 +21,7 @@ from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot
 from kvstore.tiers.base import Reservation
 
-WITHOUT_STATE = "kept without its state: no prompt ended or parted here (--state-admission)"
+WITHOUT_STATE = "stored without its state: no prompt ended or branched here (--state-admission)"
 _TRIM_S = 1.0
 """Longest wait for the smaller buffer of a trimmed chunk."""
 
@@ -127,7 +127,7 @@ class Reservations:
         """Begin the put of a chunk that exists if it may be replaced; else return the result."""
         key, catalog, peers = kept.key, self._catalog, self._moves.tiers.remote
         if catalog.is_less_complete(key, kept.layout) and not self._moves.eviction.replace(kept):
-            return self.refuse(key, "somebody reads it as it is, without its checkpoint")
+            return self.refuse(key, "a copy without its checkpoint is being read")
         # A copy in the memory of a peer does not prevent a put here.
         far = "" if peers is None else peers.name
         if catalog.holders(key) == [far] and catalog.cast_out(far, key, even_if_held=False):

@@ -92,7 +92,7 @@ class Store:
         InvalidRequestError when no tier of this node survives a restart.
         """
         if (slot := self.durable) is None:
-            fix = "start the server with a disk tier whose codec loses nothing"
+            fix = "start the server with a disk tier whose codec is lossless"
             raise InvalidRequestError("durable", True, fix)
         both = list(zip(keys, results, strict=True))
         done = (PutOutcome.stored, PutOutcome.exists)
@@ -139,7 +139,7 @@ class Store:
 
     def _outcome(self, ticket: Ticket | None, deadline: float) -> str:
         if ticket is None:
-            return "the server shuts down"
+            return "the server is shutting down"
         try:
             return "" if self._work_queue.wait(ticket, deadline) else "evicted before it was copied"
         except KVStoreError as error:

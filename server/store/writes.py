@@ -73,7 +73,7 @@ class Writes:
         Raises ShuttingDownError, QuotaExceededError, InvalidRequestError.
         """
         if self.is_draining:
-            raise ShuttingDownError("the server drains; no new puts")
+            raise ShuttingDownError("the server is draining; no new puts")
         if part is None:
             return self._reservations.reserve(session, info, deadline, hints, is_last=is_last)
         return self.parallel.begin(PartTicket(session, info, part, hints, is_last), deadline)

@@ -54,7 +54,7 @@ class Eviction:
         tier = slot.tier
         size = request.info.size_bytes
         if size > (most := tier.max_frame_bytes):
-            fix = f"tier {tier.name!r} takes {most} at most"
+            fix = f"tier {tier.name!r} takes at most {most}"
             raise InvalidRequestError("frame_bytes", size, fix)
         key = request.info.key
         if request.is_original and slot.name in self._catalog.holders(key):  # a lossy copy

@@ -206,7 +206,7 @@ class Moves:
     def _adopt(self, key: ChunkKey, target: TierSlot) -> bool:
         """Index a copy that another server sealed first; False when it is gone again."""
         if not target.tier.shared:
-            raise TierUnavailableError(target.name, f"does not let go of {key.hex()}")
+            raise TierUnavailableError(target.name, f"did not release {key.hex()}")
         (info,) = target.tier.find([key])
         # The next lookup indexes one that is more complete than ours.
         if info is None or self.catalog.is_less_complete(key, info.layout):
@@ -268,7 +268,7 @@ class Moves:
             if source.name not in copies:
                 return False
             if self.work_queue.is_cancelled():
-                raise DeadlineError(f"load from {source.name}: nobody waits for it any more")
+                raise DeadlineError(f"load from {source.name}: cancelled")
             stored = copies[source.name]
             size = raw_frame_bytes(stored.layout)
             info = replace(stored, codec_id=RawCodec.codec_id, size_bytes=size)

@@ -144,7 +144,7 @@ class WorkQueue:
             if not ticket.is_begun:
                 with suppress(ValueError):  # a worker has taken it in a batch
                     self._waiting[ticket.queue].remove(ticket)
-                ticket.error = DeadlineError(f"{ticket.queue}: nobody waits for it any more")
+                ticket.error = DeadlineError(f"{ticket.queue}: cancelled")
                 self._end(ticket)
             return True
 

@@ -29,7 +29,7 @@ MAX_READERS = 16
 METHOD = "Dashboard"
 """Name of a refused page in the audit log."""
 
-_WHERE = "kvstore: /metrics. The dashboard is for this machine, or goes over TLS: see --http-tls\n"
+_WHERE = "kvstore: /metrics. The dashboard is for this host only, or over TLS: see --http-tls\n"
 _REALM = {"WWW-Authenticate": 'Basic realm="kvstore", charset="UTF-8"'}
 _HEADERS = {
     "Content-Security-Policy": (
@@ -69,7 +69,7 @@ class Pages:
         is_local = all(end is not None and is_loopback(end[0]) for end in ends)
         if is_local and not is_loopback((request.url.hostname or "").strip("[]")):
             # DNS rebinding: another site's name may resolve to this host.
-            return PlainTextResponse("ask for it as localhost or 127.0.0.1\n", 421)
+            return PlainTextResponse("use localhost or 127.0.0.1\n", 421)
         if is_page and not is_local and not self._shows_dashboard:
             return PlainTextResponse(_WHERE, 403)
         if is_page or (self._guards_metrics and not is_local):
@@ -90,7 +90,7 @@ class Pages:
             certificate = {X509: [pem]} if pem else {}
             principal = self._trust.authenticator.principal_of(proof, certificate)
             if "admin" not in principal.roles:
-                raise PermissionDeniedError(f"{principal.name} has not the role 'admin'")
+                raise PermissionDeniedError(f"{principal.name} lacks the role 'admin'")
         except KVStoreError as error:
             if is_noted and (given or pem):  # else a browser's first request, before its login
                 host, port = request.client or ("", 0)
@@ -114,7 +114,7 @@ class Pages:
             media_type, body = MEDIA[name]
             return Response(body, media_type=media_type, headers=_HEADERS)
         if self._readers >= MAX_READERS:
-            full = "as many pages are open as are kept up to date\n"
+            full = "too many live pages\n"
             return PlainTextResponse(full, 503, _HEADERS)
         events = self._events(request)
         return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
@@ -142,7 +142,7 @@ def _bearer(given: str) -> str:
     try:
         text = base64.b64decode(value, validate=True).decode()
     except (binascii.Error, UnicodeDecodeError):
-        raise UnauthenticatedError("bring a token as the password") from None
+        raise UnauthenticatedError("send a token as the password") from None
     return SCHEME + text.partition(":")[2]
 
 

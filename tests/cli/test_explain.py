@@ -78,7 +78,7 @@ def test_other_identities_are_printed_by_what_differs_those_of_the_same_tokens_f
     status, out, _ = explain(*argv)
     assert status == 0
     assert "hit: 0 of 4 chunks" in out
-    assert "layer_groups[0].dtype differs: float16 stored, bfloat16 asked" in out
+    assert "layer_groups[0].dtype differs: float16 stored, bfloat16 requested" in out
     found = as_json(explain, *argv)
     assert [chunk["state"] for chunk in found["chunks"]] == ["other_identity"] * 4
     assert found["near"][0]["differences"] == [
@@ -224,6 +224,6 @@ def test_what_is_printed_into_a_pipe_has_whole_ids_one_row_a_line_and_no_lines_a
     named = [word for key in keys for word in ("--keys", key.hex())]
     shown = [explain(*argv)[1] for argv in (["--recent", "5"], named)]
     assert all(line.isascii() for line in shown)
-    assert f"model_revision: {SMALL.model_revision} stored, {'f' * 40} asked" in shown[0]
+    assert f"model_revision: {SMALL.model_revision} stored, {'f' * 40} requested" in shown[0]
     assert [key[DIGEST_BYTES:].hex() in shown[1] for key in keys] == [True, True]
     assert len(shown[1].splitlines()) == 2 + len(keys)

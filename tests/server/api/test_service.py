@@ -358,13 +358,13 @@ Stream = Callable[[bytes], list[pb.PutRequest]]
 
 BAD_STREAMS: dict[str, tuple[Stream, type[KVStoreError], str]] = {
     "frame of 2^63 bytes": (
-        lambda f: [first(f, 1 << 63)], InvalidRequestError, f"frame_bytes={1 << 63}: its header",
+        lambda f: [first(f, 1 << 63)], InvalidRequestError, f"frame_bytes={1 << 63}: the header",
     ),
     "frame of no bytes": (
         lambda f: [first(f, 0)], InvalidRequestError, "frame_bytes=0: give it with a frame's first",
     ),
     "one byte less than its header says": (
-        lambda f: [first(f[:-1])], InvalidRequestError, "frame_bytes=2367: its header: 2368",
+        lambda f: [first(f[:-1])], InvalidRequestError, "frame_bytes=2367: the header has 2368",
     ),
     "data beyond the frame's end": (
         lambda f: [first(f[:1000], len(f)), pb.PutRequest(data=f[1000:] + b"x")],

@@ -140,7 +140,7 @@ def test_readers_are_bounded_and_room_comes_back(served: LocalServer) -> None:
     readers = [Events(served) for _ in range(MAX_READERS)]
     assert all(reader.next() for reader in readers)
     status, body, _ = ask(served, "/events")
-    assert (status, "as many pages" in body) == (503, True)
+    assert (status, "too many live pages" in body) == (503, True)
     assert ask(served, "/")[0] == 200
     for reader in readers:
         reader.close()
