@@ -51,7 +51,7 @@ CODES = {
     0: "done",
     EXIT_NOT_HELD: "not found, or a check failed",
     EXIT_USAGE: "wrong usage or configuration",
-    EXIT_STORE: "the server answered with an error, or not at all",
+    EXIT_STORE: "server error, or server unreachable",
 }
 DEFAULT_PORT = 7420
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
@@ -62,7 +62,7 @@ T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., None])
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
-Yes = Annotated[bool, Option("--yes", "-y", help="Do not ask first.")]
+Yes = Annotated[bool, Option("--yes", "-y", help="Skip the confirmation.")]
 
 
 def fail(reason: object, status: int) -> NoReturn:
@@ -155,17 +155,21 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
             raise  # the server responds, one of its tiers does not
         reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of its attempts
         if "Socket closed" in reason and not access.tls:
-            reason += "; where the server speaks TLS, give --ca or --tls"
-        raise KVStoreError(f"no kvstore-server answers at {address}: {reason}") from None
+            reason += "; if the server uses TLS, give --ca or --tls"
+        raise KVStoreError(f"no kvstore-server responds at {address}: {reason}") from None
     finally:
         connection.close()
 
 
 def client_of(address: str, model: Model, deadline_ms: int, **options: Any) -> Client:
-    """Return a client of *model* with the given access, which the caller closes."""
+    """Return a client of *model* with the given access, which the caller closes.
+
+    Raises KVStoreErrors; without an answer, one sentence, as ``connected``.
+    """
     from kvstore.client.client import Client
     from kvstore.client.options import ClientOptions
 
+    call(address, "Status")
     access = given_access()
     return Client(address, model, ClientOptions(deadline_ms=deadline_ms, access=access, **options))
 
@@ -205,7 +209,7 @@ def path(text: str) -> Any:
 
 def chosen(text: str, names: Sequence[str]) -> Any:
     """Return an option that is a comma-separated list of *names*."""
-    text = f"{text}: {', '.join(names)}, with commas."
+    text = f"{text}: {', '.join(names)}; comma-separated."
     return Option(metavar="NAMES", help=text, autocompletion=completes(*names))
 
 
@@ -236,7 +240,7 @@ def completes(*names: str) -> Callable[[str], list[str]]:
 def confirm(question: str) -> None:
     """End the process unless the user confirms."""
     if not sys.stdin.isatty():
-        fail("no terminal to confirm on: give --yes", EXIT_USAGE)
+        fail("no terminal for confirmation: give --yes", EXIT_USAGE)
     if not typer.confirm(question, err=True):
         raise typer.Exit(EXIT_NOT_HELD)
 
@@ -247,14 +251,14 @@ SECTIONS = ("Look", "Change", "Measure", "Administer", "Commands")
 REMOVED = {
     "top": "kvstore status --watch",
     "explain --spaces": "kvstore ls --spaces",
-    "get": "kvstore stat to verify a chunk, Client.frame in Python to have it",
+    "get": "kvstore stat to verify a chunk, Client.frame in Python to read it",
     "put": "Client.put_chunks in Python",
     "blend status": "kvstore status --all",
     "blend calibrate --selector": "kvstore blend calibrate without it: the selector is hybrid",
     "blend calibrate --seed": "kvstore blend calibrate without it",
-    "simulate --model": "kvstore simulate without it, which replays what a server does",
-    "simulate --plot": "kvstore simulate --json, and draw that",
-    "trace replay --requests": "kvstore trace replay without it, which plays the whole trace",
+    "simulate --model": "kvstore simulate without it, which replays a server's behaviour",
+    "simulate --plot": "kvstore simulate --json, and plot its output",
+    "trace replay --requests": "kvstore trace replay without it, which replays the whole trace",
     "trace replay --speed": "kvstore trace replay without it",
 }
 """Removed commands and options, and their replacements."""

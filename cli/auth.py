@@ -17,13 +17,13 @@ from kvstore.proto.errors import InvalidRequestError
 if TYPE_CHECKING:  # keeps --help fast
     from kvstore.server.security.key_files import ApiKey, EncryptionKey
 
-app.group("token", "Administer", "API keys in the file of --auth-keys; servers read it again.")
-app.group("keys", "Administer", "Encryption keys in the file of --encryption-keys.")
-app.group("quota", "Administer", "What tenants use, and their limits.")
+app.group("token", "Administer", "API keys in the --auth-keys file; servers reload it.")
+app.group("keys", "Administer", "Encryption keys in the --encryption-keys file.")
+app.group("quota", "Administer", "Tenants' usage and limits.")
 app.group("audit", "Administer", "The audit log.")
 
-KeyFile = Annotated[Path, Argument(metavar="FILE", help="The file of keys.")]
-NewFile = Annotated[Path, Argument(metavar="FILE", help="File of keys; made if missing.")]
+KeyFile = Annotated[Path, Argument(metavar="FILE", help="Key file.")]
+NewFile = Annotated[Path, Argument(metavar="FILE", help="Key file; created if missing.")]
 
 
 def _show_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], as_json: bool) -> None:
@@ -55,7 +55,7 @@ def token_make(
     file: NewFile,
     tenant: Annotated[str, Option(help="Tenant of the key.")],
     roles: Annotated[str, app.chosen("Roles", ("read", "write", "admin", "peer"))] = "read,write",
-    out: Annotated[Path | None, app.path("Write the key to this new file, for you alone.")] = None,
+    out: Annotated[Path | None, app.path("Write the key to this new file, mode 0600.")] = None,
 ) -> None:
     """Create an API key and print it.
 
@@ -100,7 +100,7 @@ def token_revoke(
     ids = [row.id for row in rows if row.id.startswith(key_id)]
     found = only_one("id", key_id, ids) if len(key_id) >= MIN_DIGITS else None
     if found is None:
-        raise InvalidRequestError("id", key_id, "is not in the file; kvstore token list")
+        raise InvalidRequestError("id", key_id, "not in the file; see kvstore token list")
     write_keys(file, [row for row in rows if row.id != found])
     print(f"revoked {found}")
 
@@ -134,22 +134,20 @@ def keys_list(file: KeyFile, as_json: app.AsJson = False) -> None:
 @app.command("keys retire", exits="0 1 2", example="encryption-keys 1 --yes")
 def keys_retire(
     file: KeyFile,
-    epoch: Annotated[int, Argument(metavar="EPOCH", help="As keys list shows it.")],
+    epoch: Annotated[int, Argument(metavar="EPOCH", help="Epoch, as in keys list.")],
     yes: app.Yes = False,
 ) -> None:
-    """Delete a key for good: what was encrypted with it is missing from then on."""
+    """Delete a key permanently: data encrypted with it is lost."""
     from kvstore.server.security.key_files import write_keys
 
     rows = _encryption_keys(file)
     left = [row for row in rows if row.epoch != epoch]
     if len(left) == len(rows):
-        raise InvalidRequestError("epoch", epoch, "is not in the file; kvstore keys list")
+        raise InvalidRequestError("epoch", epoch, "not in the file; see kvstore keys list")
     if not left or epoch == max(row.epoch for row in rows):
-        raise InvalidRequestError("epoch", epoch, "is in use; kvstore keys new first")
+        raise InvalidRequestError("epoch", epoch, "in use; run kvstore keys new first")
     if not yes:
-        app.confirm(
-            f"What was encrypted with the key of epoch {epoch} cannot be read again. Continue?"
-        )
+        app.confirm(f"Data encrypted with the key of epoch {epoch} becomes unreadable. Continue?")
     write_keys(file, left)
     print(f"deleted the key of epoch {epoch}")
 
@@ -164,7 +162,7 @@ def quota_show(
     everything: Annotated[bool, Option("--all", help="Every tenant; for admins.")] = False,
     as_json: app.AsJson = False,
 ) -> None:
-    """Show what a tenant uses of each tier, and its limits."""
+    """Show a tenant's usage of each tier, and its limits."""
     _show_quotas(app.call(address, "Quota", tenant=EVERY_TENANT if everything else tenant), as_json)
 
 
@@ -209,21 +207,21 @@ def _show_quotas(reply: Any, as_json: bool) -> None:
 
 @app.command("audit verify", exits="0 1 2", example="audit.log")
 def audit_verify(
-    file: Annotated[Path, Argument(metavar="FILE", help="The log that --audit-log names.")],
+    file: Annotated[Path, Argument(metavar="FILE", help="The --audit-log file.")],
     last: Annotated[
         str | None, Option(metavar="HASH", help="Hash that must be in the log.")
     ] = None,
 ) -> None:
-    """Verify the chain of a log through all its files; exits with 1 where it is broken.
+    """Verify the hash chain of a log through all its files; exits with 1 if it is broken.
 
-    Prints how many records there are and the last one's hash. Noted elsewhere, it shows later
-    whether the end was cut off.
+    Prints the number of records and the last one's hash. Keep the hash elsewhere to detect a
+    truncated log later, with --last.
     """
     from kvstore.server.security.audit_log import audit_files, read_chain
 
     files = audit_files(file)
     if not files:
-        raise InvalidRequestError("file", str(file), "is not there")
+        raise InvalidRequestError("file", str(file), "no such file")
     count, digest, is_found = 0, "", last is None
     try:
         for _, digest in read_chain(files):

@@ -103,10 +103,10 @@ def bench(
 ) -> None:
     """Write, read back, verify and delete synthetic chunks; report throughput and latency.
 
-    Exits with 1 unless all came back as they were.
+    Exits with 1 unless all were read back intact.
     """
     if chunks * chunk_bytes > MAX_BYTES:
-        fix = f"all together have at most {app.readable_size(MAX_BYTES)}"
+        fix = f"all chunks together may have at most {app.readable_size(MAX_BYTES)}"
         raise InvalidRequestError("chunks", chunks, fix)
     done = run_bench(address, chunks, chunk_bytes, transport)
     put, get = (done["chunk_bytes"] * chunks / done[name] / 1e9 for name in ("put_s", "get_s"))
@@ -179,7 +179,7 @@ def codecs(
     ] = None,
     as_json: app.AsJson = False,
 ) -> None:
-    """Measure what each codec does on this machine, and up to which link it pays."""
+    """Measure each codec on this machine, and the link speed up to which it pays."""
     from kvstore.codecs.base import NAMES_BY_ID, codec_by_name
     from kvstore.codecs.speed import make_sample, measure
 
@@ -212,6 +212,6 @@ def _codecs_text(rows: list[dict[str, Any]], missing: dict[str, str]) -> Iterato
     yield app.Grid(headings, cells)
     yield from (f"{name}: not measured: {reason}" for name, reason in missing.items())
     yield (
-        "One thread, 2 MiB of synthetic bfloat16 KV. A codec breaks even on a link of so many GB/s"
-        " (slower ones gain), and gains in full where decoding runs beside the next load."
+        "One thread, 2 MiB of synthetic bfloat16 KV. even: link speed at which a codec breaks even"
+        " (slower links gain); full: the same if decoding runs beside the next load."
     )

@@ -50,8 +50,8 @@ def calibrate(  # noqa: PLR0913 - each is an option
 ) -> None:
     """Make a model's asset for a codec that needs one, or open the gate of a codec's lossy copies.
 
-    A gate opens once 64 prompts are near enough to their full prefills; exits with 1 when it is not
-    open in the end, with 2 when nothing can be made or compared.
+    A gate opens once 64 prompts are close enough to their full prefills. Exits with 1 if it is not
+    open at the end, with 2 if there is nothing to make or compare.
     """
     from kvstore.cli.trials import compare_copies, samples_of
     from kvstore.codecs.assets import AssetKind
@@ -61,7 +61,7 @@ def calibrate(  # noqa: PLR0913 - each is an option
         _finish(compare_copies(sources, codec, prompts, chunk_tokens, address))
         return
     if out is None:
-        raise InvalidRequestError("out", None, "give --out DIR, to write the asset into")
+        raise InvalidRequestError("out", None, "give --out DIR for the asset")
     made, asset = make_asset(
         AssetKind[kind], samples_of(sources, text, representation, tokens), out
     )
@@ -77,10 +77,8 @@ def blend_calibrate(  # noqa: PLR0913 - each is an option
         Path | None,
         app.path('Or prompts: JSON lines, {"documents": ["...", "..."], "question": "..."}.'),
     ] = None,
-    prefix: Annotated[
-        Path | None, app.path("The system prompt, in front; else BOS or some text.")
-    ] = None,
-    tag: Annotated[str, Option(help="Kind of prompts; each has a gate of its own.")] = "",
+    prefix: Annotated[Path | None, app.path("System prompt; default: BOS or some text.")] = None,
+    tag: Annotated[str, Option(help="Kind of prompts; each kind has its own gate.")] = "",
     documents: Annotated[int, app.number("Documents in a prompt.", 2)] = 4,
     document_tokens: Annotated[int, app.number("Tokens of each document.", 16)] = 128,
     question_tokens: Annotated[int, app.number("Tokens of the question.", 2)] = 32,

@@ -88,7 +88,7 @@ class Selection:
         known = fetch_namespaces(self.address, self.tenant)
         found = [one for one in known if one.key_namespace.hex().startswith(begun)]
         if begun and not found:
-            fix = "begins none that is known there; kvstore ls --spaces shows them"
+            fix = "no namespace begins with it; see kvstore ls --spaces"
             raise InvalidRequestError("namespace", self.namespace, fix)
         return sorted(found, key=lambda one: -one.chunks)
 
@@ -101,7 +101,7 @@ class Selection:
     def only(self, found: Sequence[T]) -> T:
         """Return the only one *found*. Raises InvalidRequestError unless there is exactly one."""
         if len(found) != 1:
-            fix = f"stands for {len(found)} namespaces; give more digits"
+            fix = f"matches {len(found)} namespaces; give more digits"
             raise InvalidRequestError("namespace", self.namespace, fix)
         return found[0]
 
@@ -124,7 +124,7 @@ def check_digits(field: str, text: str) -> str:
     """Return *text*, digits of an id, in lower case. Raises InvalidRequestError."""
     found = text.lower()
     if len(found) < MIN_DIGITS or found.strip(_DIGITS):
-        fix = f"write at least {MIN_DIGITS} hexadecimal digits, as kvstore ls shows them"
+        fix = f"give at least {MIN_DIGITS} hexadecimal digits, as in kvstore ls"
         raise InvalidRequestError(field, text, fix)
     return found
 
@@ -132,7 +132,7 @@ def check_digits(field: str, text: str) -> str:
 def only_one(field: str, name: str, found: Sequence[T]) -> T | None:
     """Return the only one *found* by *name*, or None. Raises InvalidRequestError for several."""
     if len(found) > 1:
-        fix = f"stands for several: {', '.join(map(str, found[:4]))}; give more digits"
+        fix = f"matches several: {', '.join(map(str, found[:4]))}; give more digits"
         raise InvalidRequestError(field, name, fix)
     return found[0] if found else None
 
@@ -245,10 +245,10 @@ def ls(  # noqa: PLR0913 - each is an option
     spaces: Annotated[bool, Option("--spaces", help="List the namespaces only.")] = False,
     as_json: app.AsJson = False,
 ) -> None:
-    """List chunks: their tiers, sizes, last use, hits and what holds them.
+    """List chunks: their tiers, sizes, last use, hits and holders.
 
-    Chunks come by namespace, in the order of their digests, a page at a time. With --spaces an
-    admin may give --tenant '*' to see every tenant's.
+    Chunks are listed by namespace, in digest order, a page at a time. With --spaces an admin may
+    give --tenant '*' for all tenants.
     """
     if spaces:
         found = fetch_namespaces(address, tenant)
@@ -281,7 +281,7 @@ def _pages(
     if last and len(last) < DIGEST_DIGITS:
         found = list_chunks(clients[0], last, 2)
         if len(found) != 1:
-            fix = "give the last digest of the page before, or digits that begin it alone"
+            fix = "give the last digest of the previous page, or a unique prefix of it"
             raise InvalidRequestError("after", last, fix)
         last = found[0].digest.hex()
     for client in clients:
@@ -338,9 +338,9 @@ def stat(
     tenant: Tenant = "",
     as_json: app.AsJson = False,
 ) -> None:
-    """Show all that is known of a chunk, and verify its bytes.
+    """Show a chunk's metadata, and verify its bytes.
 
-    Exits with 1 when it is not there, or is damaged; the server then drops it.
+    Exits with 1 if it is not found, or is damaged; the server then drops it.
     """
     from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.messages import as_message
@@ -350,7 +350,7 @@ def stat(
         found = find(clients, digits)
         known = found[0].stat(keys=[found[1]], ranks=True) if found else []
         if not found or not known:
-            app.fail(f"{name}: no such chunk here", app.EXIT_NOT_HELD)
+            app.fail(f"{name}: no such chunk", app.EXIT_NOT_HELD)
         client, key = found
         header, damage = _verified(client, key)
         data = {"key": key.hex()} | app.as_dict(known[0])
@@ -377,11 +377,11 @@ def _stat_text(chunk: dict[str, Any]) -> Iterator[str | app.Grid]:
     kind, parent, idle_s = chunk["representation"], chunk["parent"], chunk["idle_s"]
     rows = {
         "key": chunk["key"],
-        "parent": parent if parent.strip("0") else "none: it begins a prompt",
+        "parent": parent if parent.strip("0") else "none: first of a prompt",
         "model": f"{kind.get('model_id', '')}, revision {kind.get('model_revision', '')}",
         "adapter": kind.get("adapter_digest"),
         "quantization": kind.get("quantization"),
-        "tokens": f"{chunk['tokens']}, after {chunk['context_tokens']} that are stored",
+        "tokens": f"{chunk['tokens']}, after {chunk['context_tokens']} stored ones",
         "position": f"token {chunk.get('position', '?')} of its prompt",
         "raw size": app.readable_size(chunk["raw_bytes"]),
         "frame": chunk["damage"] or "verified",
@@ -418,9 +418,9 @@ def pin(  # noqa: PLR0913 - each is an option
     duration: Annotated[str, Option("--for", metavar="TIME", help="30s, 2h; at most 24h.")] = "1h",
     as_json: app.AsJson = False,
 ) -> None:
-    """Keep chunks from eviction for a time; exits with 1 unless all are there.
+    """Protect chunks from eviction for a time; exits with 1 unless all are stored.
 
-    Pins are within the server's limit of them, and end with the server.
+    The server limits pins, and drops them when it stops.
     """
     ttl_s = _parse_pin_s(duration)
     selection = Selection(address, namespace, tenant=tenant)
@@ -449,7 +449,7 @@ def _parse_pin_s(text: str) -> int:
     except ValueError:
         found = 0
     if not 0 < found <= MAX_PIN_S:
-        raise InvalidRequestError("for", text, "write it as 30s, 10min, 2h or 1d; at most 24h")
+        raise InvalidRequestError("for", text, "give a time such as 30s, 10min or 2h; at most 24h")
     return found
 
 
@@ -475,7 +475,7 @@ def _keep(
         for client in clients if prefix else ():
             chunks = list_chunks(client, begun, MAX_PREFIX_CHUNKS + 1)
             if len(chunks) > MAX_PREFIX_CHUNKS:
-                fix = f"stands for over {MAX_PREFIX_CHUNKS} chunks; give more digits"
+                fix = f"matches over {MAX_PREFIX_CHUNKS} chunks; give more digits"
                 raise InvalidRequestError("prefix", prefix, fix)
             space = client.namespace
             chosen.append((client, [chunk_key(space, ChainDigest(one.digest)) for one in chunks]))
@@ -502,10 +502,10 @@ def clear(  # noqa: PLR0913 - each is an option
     dry_run: Annotated[bool, Option("--dry-run", help="Only count what would be deleted.")] = False,
     as_json: app.AsJson = False,
 ) -> None:
-    """Delete the chunks of a namespace, a tenant, a tier or all, but those in use or pinned.
+    """Delete the chunks of a namespace, a tenant, a tier or all, except those in use or pinned.
 
-    --tier alone takes your tenant's copies on it; --tenant of another is for admins. Asks before
-    it deletes, unless --yes.
+    --tier alone deletes your tenant's copies on it; another --tenant is for admins. Prompts for
+    confirmation unless --yes is given.
     """
     selection = Selection(address, namespace, model)
     named = bool(namespace or model)

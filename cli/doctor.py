@@ -76,9 +76,9 @@ def judged(is_bad: bool, check: str, saw: str, fix: str, state: State = "warn") 
 
 @app.command("doctor", exits="0 1 2 3", example="--tiers cpu,disk", section="Look", as_server=True)
 def doctor(address: str, context: typer.Context, as_json: app.AsJson = False) -> None:
-    """Check this machine, and the server if it runs; takes kvstore-server's flags too.
+    """Check this machine, and the server if it runs; takes kvstore-server's flags, too.
 
-    Give it the flags or the --config of that server. Exits with 1 when something fails.
+    Pass the flags or the --config of that server. Exits with 1 if a check fails.
     """
     from kvstore.server.settings.settings import load_config
 
@@ -95,7 +95,7 @@ def doctor(address: str, context: typer.Context, as_json: app.AsJson = False) ->
 
 
 def check_limits(config: Settings) -> Iterator[Finding]:
-    """Check the limits of open files, locked memory, and the container's memory."""
+    """Check the limits of open files, locked memory and the container's memory, and the tiers."""
     from kvstore.server.settings.process_limits import PROCESS_BYTES, memory_limit_bytes
     from kvstore.server.settings.values import format_size
 
@@ -106,10 +106,12 @@ def check_limits(config: Settings) -> Iterator[Finding]:
         locked = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0]
         fix = "set LimitMEMLOCK=infinity: memory is pinned for the GPU"
         yield judged(0 <= locked < config.cpu_size, "locked memory", _size(locked), fix)
+    for name, tier in config.unused:
+        yield Finding("tiers", "warn", f"{name} has no effect", f"add {tier} to --tiers")
     limit = memory_limit_bytes()
     needed = config.cpu_size + PROCESS_BYTES
     fix = f"give {format_size(needed)}, or a smaller --cpu"
-    yield judged(limit < needed, "memory", f"{_size(limit)} may be used", fix, "fail")
+    yield judged(limit < needed, "memory", f"{_size(limit)} available", fix, "fail")
 
 
 def check_disk(config: Settings) -> Iterator[Finding]:
@@ -123,11 +125,11 @@ def check_disk(config: Settings) -> Iterator[Finding]:
         name = f"disk {folder.path}"
         kind = file_system_of(place)
         if kind in MEMORY_FILE_SYSTEMS:
-            yield Finding(name, "warn", kind, "what lies there is lost at a restart: use a disk")
+            yield Finding(name, "warn", kind, "data is lost at a restart: use a disk")
         elif kind in SLOW_FILE_SYSTEMS:
             yield Finding(name, "warn", kind, "use a local file system such as ext4 or xfs")
         if not os.access(place, os.W_OK):
-            yield Finding(name, "fail", "not writable", "give the server's user the folder")
+            yield Finding(name, "fail", "not writable", "give the server's user write access")
             continue
         disk = os.statvfs(place)
         files = (path for path in folder.path.rglob("*") if path.is_file())
@@ -181,11 +183,11 @@ def check_revocations(config: Settings) -> Iterator[Finding]:
         data, authorities = config.tls_crl.read_bytes(), config.tls_client_ca.read_bytes()
         found = parse_revocations(data, authorities)
     except (OSError, KVStoreError) as error:
-        fix = "replace the file: no server starts with it, and one that runs keeps the last list"
+        fix = "replace the file: a server cannot start with it; a running one keeps the last list"
         yield Finding("revocations", "fail", str(error), fix)
         return
     left = timedelta(seconds=min(found.until_s - time.time(), 1e9))
-    fix = "replace the file; the server reads it again by itself"
+    fix = "replace the file; the server reloads it"
     saw = f"{len(found.proofs)} certificates, the list is valid for {left.days} days"
     yield judged(left < LIST_ENDS_SOON, "revocations", saw, fix)
 
@@ -198,7 +200,7 @@ def check_gpu(config: Settings) -> Iterator[Finding]:
         yield Finding("gpu", "fail", "no NVIDIA driver here", "leave gpu out of --tiers")
         return
     devices = len(list(Path("/dev").glob("nvidia[0-9]*")))
-    fix = "name a device that is there in --gpu SIZE:DEVICE"
+    fix = "give an existing device in --gpu SIZE:DEVICE"
     yield judged(devices <= config.gpu.device, "gpu", f"{devices} devices", fix, "fail")
 
 
@@ -223,7 +225,7 @@ def _certificate(name: str, setting: str, path: Path) -> Finding:
     try:
         found = x509.load_pem_x509_certificates(path.read_bytes())
     except (OSError, ValueError) as error:
-        fix = f"give --{setting.replace('_', '-')} a PEM file that can be read"
+        fix = f"give --{setting.replace('_', '-')} a readable PEM file"
         return Finding(name, "fail", f"{path}: {error}", fix)
     best = found[0]
     if setting in AUTHORITIES:
@@ -231,10 +233,10 @@ def _certificate(name: str, setting: str, path: Path) -> Finding:
     now = datetime.now(UTC)
     if best.not_valid_before_utc > now:
         begins = best.not_valid_before_utc.isoformat(" ", "minutes")
-        fix = "set the clock, or get another: it is refused before that"
+        fix = "set the clock, or get another: it is refused until then"
         return Finding(name, "fail", f"valid from {begins}", fix)
     left = best.not_valid_after_utc - now
-    again = "restart the server" if "redis" in setting else "the server reads it again by itself"
+    again = "restart the server" if "redis" in setting else "the server reloads it"
     fix = f"replace the file; {again}"
     if left < timedelta():
         return Finding(name, "fail", f"expired {(-left).days} days ago", fix)
@@ -270,7 +272,7 @@ def check_redis(config: Settings, wall_clock: Callable[[], float] = time.time) -
         access = config.redis_access(config.redis_url)
         link = RedisClient("redis", access, config.redis_timeout_ms, 1)
     except (KVStoreError, OSError, ValueError) as error:
-        yield Finding("redis", "fail", str(error), "correct --redis and what belongs to it")
+        yield Finding("redis", "fail", str(error), "correct --redis and the other Redis settings")
         return
     with closing(link):
         name = f"{config.redis_prefix}{{doctor}}".encode()
@@ -284,8 +286,8 @@ def check_redis(config: Settings, wall_clock: Callable[[], float] = time.time) -
             yield Finding("redis", "fail", str(error), "start it, or correct --redis")
             return
         median_ms = 1000 * sorted(times_s)[PINGS // 2]
-        fix = "move it nearer: each lookup that memory cannot answer waits for it"
-        yield judged(median_ms > MAX_REDIS_MS, "redis", f"{median_ms:.2f} ms an answer", fix)
+        fix = "move it nearer: each lookup that misses in memory waits for it"
+        yield judged(median_ms > MAX_REDIS_MS, "redis", f"latency {median_ms:.2f} ms", fix)
         yield _rights(link, name, config)
         yield from _servers(link)
         with suppress(KVStoreError, TypeError, ValueError):  # its user may lack TIME
@@ -324,7 +326,7 @@ def _rights(link: RedisClient, name: bytes, config: Settings) -> Finding:
     words = TIER_RIGHTS + (DIRECTORY_RIGHTS if config.directory else ())
     rights = " ".join(f"+{word}" for word in words)
     fix = f"ACL SETUSER its user ~{config.redis_prefix}* {rights}"
-    saw = f"denied: {', '.join(denied)}" if denied else "every command that is needed"
+    saw = f"denied: {', '.join(denied)}" if denied else "all required commands"
     return judged(bool(denied), "redis rights", saw, fix, "fail")
 
 
@@ -339,7 +341,7 @@ def _servers(link: RedisClient) -> Iterator[Finding]:
     for one in found:
         yield Finding("redis servers", "fail" if one.is_loss else "warn", one.saw, one.fix)
     if not found:
-        yield Finding("redis servers", "ok", "all answer and have free memory")
+        yield Finding("redis servers", "ok", "all respond and have free memory")
 
 
 def _clock(link: RedisClient, wall_clock: Callable[[], float]) -> Finding:
@@ -349,7 +351,7 @@ def _clock(link: RedisClient, wall_clock: Callable[[], float]) -> Finding:
     after_s = wall_clock()
     skew_s = (before_s + after_s) / 2 - (seconds + micros / 1e6)
     is_off = abs(skew_s) - (after_s - before_s) / 2 > MAX_SKEW_S
-    fix = "have both machines follow NTP: tokens and certificates end by a clock"
+    fix = "sync both machines by NTP: tokens and certificates expire by the clock"
     where = "ahead of" if skew_s > 0 else "behind"
     saw = f"{abs(skew_s):.1f} s {where} that of Redis"
     return judged(is_off, "clock", saw, fix)
@@ -375,15 +377,15 @@ def check_server(address: str, config: Settings) -> Iterator[Finding]:
     yield from check_settings(status, config)
     for tier in status.tiers:
         name, saw = f"tier {tier.name}", tier.reason or tier.state
-        yield judged(bool(tier.reason), name, saw, "fix that; the tier recovers by itself")
+        yield judged(bool(tier.reason), name, saw, "fix the cause; the tier recovers by itself")
     damaged = status.counters.get("corrupt_chunks", 0)
     if damaged:
-        yield Finding("damage", "warn", f"{damaged} damaged copies", "look at the media")
+        yield Finding("damage", "warn", f"{damaged} damaged copies", "check the media")
     if status.directory is not None:
         fixes = {
-            "taken": "give each node a --node-id of its own",
-            "unknown": "fix what the reason names; the server joins by itself",
-            "full": "so many nodes need a Redis of another --redis-prefix",
+            "taken": "give each node its own --node-id",
+            "unknown": "fix the cause; the server joins by itself",
+            "full": "split the nodes by --redis-prefix",
         }
         fix = fixes.get(status.directory.standing, "")
         fix = fix or (fixes["unknown"] if status.directory.failure else "")
@@ -392,7 +394,7 @@ def check_server(address: str, config: Settings) -> Iterator[Finding]:
     try:
         yield from _identities(fetch_namespaces(address))
     except KVStoreError as error:
-        yield Finding("engines", "ok", f"not shown here: {error}")
+        yield Finding("engines", "ok", f"not shown: {error}")
 
 
 def check_settings(status: ServerStatus, config: Settings) -> Iterator[Finding]:
@@ -407,7 +409,7 @@ def check_settings(status: ServerStatus, config: Settings) -> Iterator[Finding]:
         and not 0.8 < tier.capacity_bytes / known[tier.name] < 1.25
     ]  # fmt: skip
     if differ:
-        saw = f"this machine was checked for other settings than the server's: {', '.join(differ)}"
+        saw = f"the checked settings differ from the server's: {', '.join(differ)}"
         yield Finding("settings", "warn", saw, "give doctor the server's flags, or its --config")
 
 

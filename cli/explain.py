@@ -35,7 +35,7 @@ def explain(  # noqa: PLR0913 - each is an option
 ) -> None:
     """Explain why a prompt's chunks are hits or misses, or the latest misses.
 
-    Without --model-representation it is answered on the server's host only.
+    Without --model-representation it works on the server's host only.
     """
     if (tokens is not None) + bool(keys) + bool(recent) != 1:
         raise InvalidRequestError("explain", "", "give one of --tokens, --keys and --recent")
@@ -65,7 +65,7 @@ def _digests_of(path: Path, chunk_tokens: int, extra: Sequence[str]) -> list[byt
     tokens = read_tokens(path)
     found = [bytes(one) for one in chain_digests(tokens, chunk_tokens, salts)]
     if not found:
-        raise InvalidRequestError("tokens", len(tokens), "fewer than a chunk has")
+        raise InvalidRequestError("tokens", len(tokens), "give at least one chunk's tokens")
     return found
 
 
@@ -85,7 +85,7 @@ def _digests_named(selection: chunks.Selection, names: Sequence[str]) -> tuple[b
     keys = [_key_of(place, one) for one in names]
     spaces = {key[:-size] for key in keys if len(key) > size} | ({space} - {b""})
     if len(spaces) > 1:
-        raise InvalidRequestError("keys", sorted(one.hex() for one in spaces), "of one namespace")
+        raise InvalidRequestError("keys", sorted(one.hex() for one in spaces), "give one namespace")
     return next(iter(spaces), b""), [key[-size:] for key in keys]
 
 
@@ -97,7 +97,7 @@ def _key_of(selection: chunks.Selection, text: str) -> bytes:
     with selection.clients() as clients:
         found = chunks.find(clients, digits)
     if found is None:
-        fix = f"begins no chunk that is there; give all digits of one that is not: {_BOTH}"
+        fix = f"no stored chunk begins with it; for a missing one give all digits: {_BOTH}"
         raise InvalidRequestError("keys", text, fix)
     return found[1]
 
@@ -135,7 +135,7 @@ def _explained(
                 if one.state not in ("ready", "no_end", "behind"):
                     gap = at if gap is None else gap
                 elif gap is not None and one.state != "no_end":
-                    one.state, one.reason = "behind", f"cached, but the earlier chunk {gap} is not"
+                    one.state, one.reason = "behind", f"here, but chunk {gap} before it is not"
             if whole.near:
                 del reply.near[:]
             hits = reply.hit_chunks if whole.hit_chunks == first else 0
@@ -177,7 +177,7 @@ def _as_dict(address: str, reply: pb.ExplainResponse) -> dict[str, Any]:
 def _text(found: dict[str, Any]) -> Iterator[str | app.Grid]:
     yield from _chunks_text(found) if "chunks" in found else _recent_text(found)
     if found["left_out"]:
-        yield f"{found['left_out']} more do not fit into one reply"
+        yield f"{found['left_out']} more omitted"
 
 
 def _recent_text(found: dict[str, Any]) -> Iterator[str | app.Grid]:
@@ -210,7 +210,7 @@ def _recent_text(found: dict[str, Any]) -> Iterator[str | app.Grid]:
         yield "blending:"
         yield from (f"  {gate_line(gate)}" for gate in found["gates"])
     if not (misses or engines or found["gates"]):
-        yield "nothing: no misses and no reports of engines recorded"
+        yield "no misses and no reports of engines recorded"
 
 
 def _chunks_text(found: dict[str, Any]) -> Iterator[str | app.Grid]:
@@ -227,9 +227,9 @@ def _chunks_text(found: dict[str, Any]) -> Iterator[str | app.Grid]:
     for near in found["near"]:
         yield (
             f"{near['chunks']} chunks under another identity"
-            f"{', of these tokens too' if near['same_tokens'] else ''}"
+            f"{', also of these tokens' if near['same_tokens'] else ''}"
             f" ({near['client'] or 'no name'}, {near['namespace']}):"
         )
         for other in near["differences"]:
             stored, asked = other["stored"], other["asked"]
-            yield f"  {other['field']} differs: {stored} stored, {asked} requested"
+            yield f"  {other['field']} differs: stored {stored}, requested {asked}"

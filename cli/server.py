@@ -122,7 +122,7 @@ def _details(found: dict[str, Any]) -> Iterator[str | app.Grid]:
         for tier in tiers
         for one in tier["partitions"]
     ]  # fmt: skip
-    yield f"{found['ghosts']} evicted chunks are remembered"
+    yield f"{found['ghosts']} ghost entries of evicted chunks"
     if scales:
         yield app.Grid(("tier", *(f"hits at {scale}x" for scale in scales)), curves)
     if parts:
@@ -136,9 +136,9 @@ def directory_line(directory: dict[str, Any]) -> str:
     nodes = ", ".join(f"{one['node_id']} at {one['grpc_address']}" for one in directory["nodes"])
     standing, failure = directory["standing"], directory["failure"]
     words = {"taken": "another node has its id", "full": "the directory is full"}
-    state = f"out of it: {failure or words.get(standing, standing)}"
+    state = f"not registered: {failure or words.get(standing, standing)}"
     if standing == "known" and not failure:
-        state = f"{directory['announced']} chunks named"
+        state = f"{directory['announced']} chunks announced"
     return f"directory: {directory['node_id']}, {state}; sees {nodes or 'no other node'}"
 
 
@@ -197,7 +197,7 @@ def watch_status(
 
 @app.command("ping", exits="0 1 2 3", section="Look", where=True)
 def ping(address: str, as_json: app.AsJson = False) -> None:
-    """Ask a server whether it serves; exits with 1 when it drains or a tier is degraded."""
+    """Check that a server is serving; exits with 1 if it drains or a tier is degraded."""
     with app.connected(address) as connection:
         app.ask(connection, "Status")  # connects
         began = time.perf_counter()
@@ -212,7 +212,7 @@ def ping(address: str, as_json: app.AsJson = False) -> None:
 
 @app.command("sessions", section="Look", where=True)
 def sessions(address: str, as_json: app.AsJson = False) -> None:
-    """List the sessions of a server: who is connected, for which model; for admins."""
+    """List a server's sessions, with their clients and models; for admins."""
     reply = app.call(address, "Status", with_sessions=True)
     if not reply.counters:
         raise PermissionDeniedError(f"{address}: {HIDDEN}")
@@ -239,10 +239,10 @@ def events(
     namespace: Namespace = "",
     as_json: Annotated[bool, Option("--json", help="Print a JSON object a line.")] = False,
 ) -> None:
-    """Print the copies that a server's tiers have, or follow those that come and go.
+    """Print the copies on a server's tiers, or follow changes.
 
-    One line each: stored or removed, tier, key. Hints: a chunk may be gone when it is read.
-    Without --namespace for admins.
+    One line each: stored or removed, tier, key. A printed chunk may be evicted before it is read.
+    Without --namespace for admins only.
     """
     with suppress(KeyboardInterrupt):
         for event in _events(address, namespace, follow):
@@ -297,7 +297,7 @@ def scrub(
     rate: Annotated[int, app.size("Bytes a second at most; 0: no limit.")] = 0,
     as_json: app.AsJson = False,
 ) -> None:
-    """Verify what a server's tiers hold, once; exits with 1 when it found damage."""
+    """Verify all copies on a server's tiers once; exits with 1 if any is damaged."""
     names = [name.strip() for name in tiers.split(",") if name.strip()]
     with app.connected(address) as connection, app.progress("scrubbing") as report:
         reply = app.ask(connection, "Scrub", begin=True, tiers=names, bytes_per_s=rate)
@@ -321,10 +321,10 @@ def drain(
         Option("--within", min=0.001, max=MAX_DRAIN_S, metavar="S", help="Seconds to wait for it."),
     ] = 20.0,
 ) -> None:
-    """Stop accepting new work and save what only memory has; exits with 1 if not all was saved."""
+    """Stop accepting new work and flush memory-only chunks; exits with 1 if not all were saved."""
     deadline_ms = max(1, round(deadline_s * 1000))
     if not app.call(address, "Drain", deadline_ms, deadline_ms=deadline_ms).clean:
-        print("drained, but not all is saved: kvstore status says what the tiers hold")
+        print("drained, but not all chunks were saved: see kvstore status")
         raise typer.Exit(app.EXIT_NOT_HELD)
     print("drained: everything that was in memory is on disk")
 
@@ -336,7 +336,7 @@ app.group("config", "Administer", "Check and print the settings of kvstore-serve
 
 @app.command("config show", exits="0 2", example="--cpu 8GiB", as_server=True)
 def config_show(context: typer.Context) -> None:
-    """Print each setting as YAML with where it came from. Takes kvstore-server's flags."""
+    """Print each setting as YAML with its source. Takes kvstore-server's flags."""
     from kvstore.server.settings.loading import load, show
     from kvstore.server.settings.settings import Settings
 
@@ -345,7 +345,7 @@ def config_show(context: typer.Context) -> None:
 
 @app.command("config validate", exits="0 2", example="--config kvstore.yaml", as_server=True)
 def config_validate(context: typer.Context) -> None:
-    """Print ok, or exit with 2 and what is wrong. Takes kvstore-server's flags."""
+    """Print ok, or the error and exit with 2. Takes kvstore-server's flags."""
     from kvstore.server.settings.settings import load_config
 
     load_config(context.args)
@@ -354,7 +354,7 @@ def config_validate(context: typer.Context) -> None:
 
 @app.command("config schema", exits="0 2")
 def config_schema() -> None:
-    """Print the JSON schema of the YAML file, for editors and for what generates such files."""
+    """Print the JSON schema of the YAML file, for editors and generators."""
     from kvstore.server.settings.loading import SHORT_NAMES, settings_schema
     from kvstore.server.settings.settings import Settings
 

@@ -152,7 +152,7 @@ def read_trace(path: Path) -> TraceLines:
                 where = f"{path.name}:{number} line"
                 raise InvalidRequestError(where, raw[:60].strip(), str(error)) from None
     if not lines:
-        raise InvalidRequestError("trace", path.name, "give a file with a request in it")
+        raise InvalidRequestError("trace", path.name, "give a file with at least one request")
     return lines
 
 
@@ -162,7 +162,7 @@ def _read_line(raw: bytes, kind: type | None) -> BlockLine | SegmentLine:
         raise ValueError("give hash_ids (Mooncake's traces) or input_segs (kvstore's own)")
     found = BlockLine if kinds.hash_ids else SegmentLine
     if kind not in (None, found):
-        raise ValueError("the lines before are of the other kind: keep to one kind a file")
+        raise ValueError("earlier lines are of the other kind: use one kind per file")
     return _block_line.decode(raw) if found is BlockLine else _segment_line.decode(raw)
 
 
@@ -228,7 +228,7 @@ def _cut(line: BlockLine | SegmentLine, size: int) -> tuple[Sequence[Hashable], 
         known = line.input_tokens // size if line.output_tokens else len(blocks)
         return blocks, known, (line.input_tokens + line.output_tokens) % size == 0
     if line.block_tokens != size:
-        fix = f"keep to one block_tokens a file, such as the first line's {size}"
+        fix = f"use one block_tokens per file, such as the first line's {size}"
         raise InvalidRequestError("block_tokens", line.block_tokens, fix)
     count = len(line.block_ids)
     return line.block_ids, count, line.input_tokens >= count * size

@@ -41,10 +41,10 @@ def trace_record(
 ) -> None:
     """Record a server's lookups from now on: times, lengths, and numbers in place of chunks.
 
-    Runs on the server's host. The file is one that simulate and replay read.
+    Runs on the server's host. Simulate and replay read the file.
     """
     made = record(address, out, seconds, block_tokens)
-    lost = f", {made.lost} lost: read too late" if made.lost else ""
+    lost = f", {made.lost} lost (read too late)" if made.lost else ""
     print(f"{out}: {made.lookups} lookups of {made.chunks} chunks{lost}")
 
 
@@ -63,7 +63,7 @@ def record(
     from kvstore.cli.simulate import TraceWriter
 
     if out.exists():
-        raise FileExistsError(EEXIST, "it is there already: name another file", str(out))
+        raise FileExistsError(EEXIST, "the file exists: give another name", str(out))
     with app.connected(address) as connection:
         page = app.ask(connection, "Trace")
         with out.open("xb") as file:
@@ -104,7 +104,7 @@ def trace_replay(
     chunk_bytes: Annotated[int, app.size("Size of each chunk.")] = 64 << 10,
     as_json: app.AsJson = False,
 ) -> None:
-    """Play a trace against a server, with chunks of synthetic bytes, and print what it had."""
+    """Replay a trace against a server, with synthetic chunks, and print its hits."""
     done = replay_trace(address, trace, chunk_bytes)
     rate = done.hit_blocks / done.blocks if done.blocks else 0.0
     text = (
@@ -166,15 +166,13 @@ def simulate(  # noqa: PLR0913 - each is an option
         str, Option("--capacity", "--size", metavar="C[,C]", help="10GiB, or 5% of the trace.")
     ] = "5%",
     kv_bytes_per_token: Annotated[int, app.number("KV bytes a token of the model.", 1)] = 131_072,
-    block_tokens: Annotated[
-        int, app.number("Tokens of a block, where the trace has none.", 1)
-    ] = 256,
+    block_tokens: Annotated[int, app.number("Tokens of a block, if not in the trace.", 1)] = 256,
     count_from: Annotated[
-        Literal["start", "half"], Option("--from", help="Where hits begin to count.")
+        Literal["start", "half"], Option("--from", help="Where counting of hits starts.")
     ] = "start",
     as_json: app.AsJson = False,
 ) -> None:
-    """Replay a trace on policies and capacities, and print what each would have hit."""
+    """Replay a trace on policies and capacities, and print the hits of each."""
     from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
 
     terms = [

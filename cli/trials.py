@@ -60,7 +60,7 @@ def samples_of(
     Uses at most *tokens* of the text. Raises InvalidRequestError if something is missing.
     """
     if tokens < CHUNK_TOKENS:
-        raise InvalidRequestError("tokens", tokens, "give at least a chunk's")
+        raise InvalidRequestError("tokens", tokens, f"give at least {CHUNK_TOKENS}")
     is_dump = representation is not None or sources[0].suffix in DUMPS
     if not is_dump and not sources[0].exists():
         raise InvalidRequestError("sources", str(sources[0]), "no such folder")
@@ -190,7 +190,7 @@ def compare_copies(
         raise InvalidRequestError("prompts", None, "give --prompts FILE")
     known = boundless_codecs()
     if codec not in known:
-        others = f"one of {', '.join(known)}; copies by other codecs are read without a gate"
+        others = f"one of {', '.join(known)}; copies of other codecs need no gate"
         new = REPLACED.get(codec)
         fix = f"use {f'{new}, which replaces {codec}' if new else others}"
         raise InvalidRequestError("codec", codec, fix)
@@ -220,8 +220,8 @@ def compare_copies(
             raise InvalidRequestError("prompts", str(prompts), _not_compared(connector, codec))
     if short:
         lines = ", ".join(short[:MAX_LINES]) + ", ..." * (len(short) > MAX_LINES)
-        fix = "give prompts that are longer, or more of which is stored by this codec alone"
-        text = f"{len(short)} of the prompts did not count: too few tokens could be compared; {fix}"
+        fix = "give longer prompts, or prompts stored by this codec to a larger part"
+        text = f"{len(short)} of the prompts did not count: too few tokens to compare; {fix}"
         print(f"{text} (lines {lines})", file=sys.stderr)
     return gate
 
@@ -254,9 +254,9 @@ def _not_compared(connector: TransformersConnector, codec: str) -> str:
         return f"the store failed: {', '.join(stats.load_errors)}"
     if not stats.hit_tokens:
         fix = "give the model, its revision and --chunk-tokens of the engine that stored them"
-        return f"none of {stats.lookups} prompts is stored under this model's name: {fix}"
-    fix = f"a tier has them with --codec disk={codec} once memory has them no more"
-    return f"no copy by {codec} without a bound was read of {stats.lookups} prompts; {fix}"
+        return f"none of {stats.lookups} prompts is stored under this model's identity: {fix}"
+    fix = f"with --codec disk={codec} the disk has them once memory has evicted them"
+    return f"no approximate copy by {codec} was read of {stats.lookups} prompts; {fix}"
 
 
 # --- blending
@@ -301,7 +301,7 @@ class BlendTrials:
         longest += SHADOW_TOKENS  # decoded after it
         limit = getattr(model.config, "max_position_embeddings", None) or longest
         if longest > limit:
-            fix = f"with its question and prefix at most {limit} tokens"
+            fix = f"at most {limit} tokens with question and prefix"
             raise InvalidRequestError("documents", longest, fix)
         blender, idle = Blender(TransformersAdapter(model)), 0
         with connect(address, model, tokenizer, min(256, self.document_tokens)) as client:
@@ -346,7 +346,9 @@ class BlendTrials:
         if self.questions is not None:
             given = list(_questions(self.questions, ids))
             if not given:
-                raise InvalidRequestError("questions", str(self.questions), "give a line or more")
+                raise InvalidRequestError(
+                    "questions", str(self.questions), "give at least one line"
+                )
             longest = max(sum(map(len, documents)) + len(asked) for documents, asked in given)
             rounds: Iterator[_Question] = itertools.cycle(given)
         elif self.text is not None:
@@ -376,7 +378,7 @@ def _questions(path: Path, ids: Callable[[str], list[int]]) -> Iterator[_Questio
     form = '{"documents": ["...", "..."], "question": "..."}'
     for line, (documents, question) in read_lines("questions", path, form, read):
         if len(documents) < 2 or not all((*documents, question)):
-            fix = "give two documents or more and a question, none of them empty"
+            fix = "give at least two documents and a question, none of them empty"
             raise InvalidRequestError("questions", line, fix)
         yield documents, question
 

@@ -68,6 +68,7 @@ def put_whole(
 
     check_kind("chunks", chunks, Chunk, is_list=True)
     check_kind("hints", hints, Hints)
+    check_kind("durable", durable, bool)
     check_kind("shard", shard, Shard, or_none=True)
 
     def work(transport: Transport, left_ms: LeftMs) -> list[Put]:
@@ -112,6 +113,7 @@ def put_by_layers(
         return LayeredPut(link.model, [], lambda _: [], spans)
     check_kind("chunks", chunks, PlannedChunk, is_list=True)
     check_kind("hints", terms.hints, Hints)
+    check_kind("durable", terms.durable, bool)
     left_ms = Until(terms.within_ms).left_ms
     transport = link.connected(left_ms)
     most = MAX_OPEN_BATCHES * transport.session.terms.max_batch_chunks

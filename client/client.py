@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from itertools import chain
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias
 from weakref import finalize, ref
 
@@ -99,10 +100,11 @@ class Client:
         check_address(address)
         if not isinstance(model, Model):
             raise InvalidRequestError("model", type(model).__name__, "give a kvstore.Model")
+        check_kind("options", options, ClientOptions, or_none=True)
         self.model = model
         self.options = options or ClientOptions()
         if self.options.assets is not None:
-            ASSETS.load_folder(self.options.assets)
+            ASSETS.load_folder(Path(self.options.assets))
         shard = self.options.shard
         self._own = model if shard is None else shard.part_of(model)
         """The model of the KV that is put and got."""

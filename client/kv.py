@@ -293,12 +293,11 @@ def _groups(name: str, kv: Any, model: Model) -> list[list[list[Part]]]:
         if set(kv) != wanted:
             raise LayoutMismatchError(name, list(kv), f"give the layers {sorted(wanted)}")
         return [[_parts(name, kv[layer], group) for layer in group.layer_ids] for group in groups]
-    if hasattr(kv, "shape"):
-        kv = [kv]
-    if not isinstance(kv, Sequence) or len(kv) != len(groups):
+    given = [kv] if hasattr(kv, "shape") else kv
+    if not isinstance(given, Sequence) or len(given) != len(groups):
         fix = f"give a tensor for each of {len(groups)} layer groups, layers by number, or blocks"
         raise LayoutMismatchError(name, type(kv).__name__, fix)
-    return [_layers(name, one, group) for one, group in zip(kv, groups, strict=True)]
+    return [_layers(name, one, group) for one, group in zip(given, groups, strict=True)]
 
 
 def _layers(name: str, tensor: Any, group: LayerGroup) -> list[list[Part]]:

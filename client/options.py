@@ -5,6 +5,7 @@ from __future__ import annotations
 import ipaddress
 import os
 import re
+import ssl
 from dataclasses import dataclass, field
 from numbers import Real
 from pathlib import Path
@@ -74,9 +75,9 @@ class Access:
             return grpc.insecure_channel(address, options=options)
         if self.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.server_name)]
-        credentials = grpc.ssl_channel_credentials(
-            *(None if path is None else _read(path) for path in (self.ca, self.key, self.cert))
-        )
+        ca, cert = _certificates("ca", self.ca), _certificates("cert", self.cert)
+        key = None if self.key is None else _read(self.key)
+        credentials = grpc.ssl_channel_credentials(ca, key, cert)
         return grpc.secure_channel(address, credentials, options=options)
 
 
@@ -135,6 +136,18 @@ def _read(path: Path) -> bytes:
         return Path(path).read_bytes()
     except OSError as error:
         raise InvalidRequestError("access", str(path), f"{error.strerror}") from None
+
+
+def _certificates(name: str, path: Path | None) -> bytes | None:
+    if path is None:
+        return None
+    found = _read(path)
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    try:  # of a file without any, gRPC says only that it knows no address
+        context.load_verify_locations(cadata=found.decode("latin1"))
+    except (OSError, ValueError):
+        raise InvalidRequestError(name, str(path), "give certificates in PEM") from None
+    return found
 
 
 def _check_plain(address: str) -> None:
@@ -211,6 +224,10 @@ class ClientOptions:
                 fix = "it was removed; use tcp"
             raise InvalidRequestError("transport", self.transport, fix)
         check_chunk_tokens(self.chunk_tokens)
+        if not isinstance(self.access, Access):
+            raise InvalidRequestError("access", type(self.access).__name__, "give Access(...)")
+        if not isinstance(self.shard, Shard | None):
+            raise InvalidRequestError("shard", self.shard, "give a Shard, such as Shard.of_rank's")
         for name in ("deadline_ms", "staging_bytes", "retry_after_ms", "copy_threads"):
             value = getattr(self, name)
             if not is_whole(value) or value < 1:

@@ -40,6 +40,10 @@ def page_axes(names: str) -> tuple[str, ...]:
     vLLM's (2, blocks, block_tokens, kv_heads, head_dim) is ``kv block token head dim``,
     its HND layout (blocks, 2, kv_heads, block_tokens, head_dim) ``block kv head token dim``.
     """
+    if not isinstance(names, str):
+        raise LayoutMismatchError(
+            "axes", names, "give one string, such as 'block kv token head dim'"
+        )
     axes = tuple(names.split())
     if not set(axes) <= set(_AXES) or len(set(axes)) < len(axes):
         raise _mismatch(axes, f"use each of {' '.join(_AXES)} once at most")

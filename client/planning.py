@@ -487,10 +487,11 @@ class Progress:
     def _ready_s(self, actions: Sequence[int], bytes_per_s: float) -> float:
         """Return when everything is there.
 
-        Chunks load in order; each is decoded while the next one loads. Meanwhile the engine
-        computes those before them, and then those behind them.
+        Chunks load in order; each is decoded while the next one loads, behind what waits to be
+        decoded. Meanwhile the engine computes those before them, and then those behind them.
         """
-        link_s = decoded_s = there_s = self.elapsed_s
+        link_s = there_s = self.elapsed_s
+        decoded_s = link_s + self.undecoded_bytes / self.terms.decode_bytes_per_s
         engine_s = max(self.elapsed_s, self.engine_until_s)
         for chunk, action, has, prefill_s in zip(
             self.chunks, actions, self.levels, self._prefill_s, strict=False
@@ -499,11 +500,12 @@ class Progress:
                 if has != RECOMPUTE:
                     engine_s = max(engine_s, there_s) + prefill_s
                 there_s = max(there_s, engine_s)
-            elif action > has:
+                continue
+            if action > has:
                 start = chunk.end_bytes[has] if has >= 0 else 0
                 link_s += (chunk.end_bytes[action] - start) / bytes_per_s
                 decoded_s = max(decoded_s, link_s) + chunk.raw_bytes / self.terms.decode_bytes_per_s
-                there_s = max(there_s, decoded_s)
+            there_s = max(there_s, decoded_s)
         tail_s = self._prefill_s[-1]
         return max(engine_s, there_s) + tail_s if tail_s else there_s
 

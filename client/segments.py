@@ -69,7 +69,7 @@ class SegmentQuery:
 class FoundChunk:
     """A chunk of the prompt, and the best stored chunk for it."""
 
-    asked: NamedChunk
+    wanted: NamedChunk
     best: Variant
     is_exact: bool
     priority: bytes
@@ -79,30 +79,30 @@ class FoundChunk:
 class SegmentMatch(Held):
     """The stored chunks of a prompt's segments; leave the ``with`` to release them.
 
-    ``asked`` are the segments of the whole prompt, including those between the given ranges, long
+    ``wanted`` are the segments of the whole prompt, including those between the given ranges, long
     ones cut; ``found.segments`` has one for each. ``prompt_tokens`` is the prompt's length.
     """
 
     def __init__(
         self,
-        asked: Sequence[NamedSegment],
+        wanted: Sequence[NamedSegment],
         found: Resolution,
         link: ServerLink,
         terms: SegmentQuery,
     ) -> None:
         super().__init__([one for one in (found.lease_id, *found.more_leases) if one], link.release)
-        self.asked = tuple(asked)
+        self.wanted = tuple(wanted)
         self.found = found
         self.terms = terms
-        self.prompt_tokens = asked[-1].stop if asked else 0
+        self.prompt_tokens = wanted[-1].stop if wanted else 0
         self._link = link
 
     def chunks(self) -> Iterator[FoundChunk]:
         """Yield the chunks with a stored variant, in order."""
         segments: Iterator[tuple[NamedSegment, ResolvedSegment]]
-        segments = zip(self.asked, self.found.segments, strict=True)
-        for asked, here in segments:
-            for chunk, one in zip(asked.chunks, here.chunks, strict=True):
+        segments = zip(self.wanted, self.found.segments, strict=True)
+        for wanted, here in segments:
+            for chunk, one in zip(wanted.chunks, here.chunks, strict=True):
                 if one.variants:
                     yield FoundChunk(chunk, one.variants[0], one.is_exact, one.priority, here.ratio)
 
@@ -166,8 +166,8 @@ def find_segments(
         except BaseException:
             link.release([one.lease_id for one in found if one.lease_id])
             raise
-        asked = [segment for some in groups for segment in some]
-        return SegmentMatch(asked, joined_resolutions(found), link, terms)
+        wanted = [segment for some in groups for segment in some]
+        return SegmentMatch(wanted, joined_resolutions(found), link, terms)
 
     resolved = link.run(work)
     found = resolved.found
@@ -211,29 +211,29 @@ def segments_to_messages(segments: Iterable[NamedSegment]) -> list[pb.PromptSegm
 
 
 def resolution_from_message(
-    message: pb.ResolveResponse, asked: Sequence[NamedSegment]
+    message: pb.ResolveResponse, wanted: Sequence[NamedSegment]
 ) -> Resolution:
-    """Return the resolution of the segments *asked*. Raises KVStoreError if it is invalid."""
+    """Return the resolution of the segments *wanted*. Raises KVStoreError if it is invalid."""
     names = tuple(message.tier_names)
     try:
-        pairs = zip(message.segments, asked, strict=True)
-        segments = tuple(_segment(one, wanted, names) for one, wanted in pairs)
+        pairs = zip(message.segments, wanted, strict=True)
+        segments = tuple(_segment(one, segment, names) for one, segment in pairs)
         return as_value(Resolution, message, segments=segments)
     except (ValueError, IndexError) as error:
         raise KVStoreError(f"the server's reply about segments is invalid: {error}") from None
 
 
 def _segment(
-    message: pb.ResolvedSegment, asked: NamedSegment, names: Sequence[str]
+    message: pb.ResolvedSegment, wanted: NamedSegment, names: Sequence[str]
 ) -> ResolvedSegment:
     chunks = []
-    for one, chunk in zip(message.chunks, asked.chunks, strict=True):
+    for one, chunk in zip(message.chunks, wanted.chunks, strict=True):
         if len(one.priority) not in (0, chunk.tokens):
             raise ValueError(f"{len(one.priority)} priorities for {chunk.tokens} tokens")
         variants = tuple(_variant(variant, names) for variant in one.variants)
         if one.exact and [variant.digest for variant in variants] != [chunk.digest]:
             raise ValueError("an exact chunk with another digest")
-        if variants and not (one.exact or asked.approximate):
+        if variants and not (one.exact or wanted.approximate):
             raise ValueError("variants that were not requested")
         chunks.append(ResolvedChunk(one.exact, variants, one.priority))
     if not 0 <= message.ratio <= 1:
@@ -291,8 +291,8 @@ def _most(transport: Transport) -> int:
 def _is_promised(chunks: Sequence[FoundChunk], place: int, header: FrameHeader) -> bool:
     """Whether a frame has the wanted tokens, computed at the position that the server stated."""
     one = chunks[place]
-    if header.layout.tokens != one.asked.tokens:
+    if header.layout.tokens != one.wanted.tokens:
         return False
     if one.is_exact:  # its chain digest names the tokens
         return True
-    return header.content == one.asked.content and header.position == one.best.position
+    return header.content == one.wanted.content and header.position == one.best.position

@@ -18,6 +18,7 @@ from kvstore.proto.errors import (
     ChunkCorruptError,
     InvalidRequestError,
     KVStoreError,
+    is_whole,
 )
 from kvstore.proto.frame import (
     ALIGN_BYTES,
@@ -108,9 +109,12 @@ class ChunkView:
     def layer(self, index: int, component: int = 0) -> Part:
         """Return one layer: (parts, kv_heads, tokens, head_dim), the parts being K and V.
 
-        Unsigned integers of the dtype's size, read-only, in the server's memory.
+        Unsigned integers of the dtype's size, read-only, in the server's memory. Raises
+        InvalidRequestError for a layer that the chunk has not.
         """
         layers = self._geometry.components[component]
+        if not is_whole(index) or not 0 <= index < len(layers.starts):
+            raise InvalidRequestError("index", index, f"the chunk has {len(layers.starts)} layers")
         offset = self._start + layers.starts[index]
         return np.ndarray(layers.shape, layers.dtype, self._slab.bytes, offset)
 

@@ -84,7 +84,7 @@ class ModelTable:
 
 
 class Stream(NamedTuple):
-    """The stream of n tiles: ``states`` u32 (n, 32), ``counts`` of words u32 (n,), ``words`` u16."""
+    """A stream of n tiles: ``states`` u32 (n, 32), ``counts`` of words u32 (n,), ``words`` u16."""
 
     states: U32
     counts: U32

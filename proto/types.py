@@ -10,7 +10,7 @@ from enum import IntEnum
 from functools import cached_property, lru_cache
 from typing import Any, NamedTuple, NewType
 
-from kvstore.proto.errors import LayoutMismatchError, ModelError, check_text
+from kvstore.proto.errors import LayoutMismatchError, ModelError, check_text, is_whole
 from kvstore.proto.plans import LoadPlan
 
 Namespace = NewType("Namespace", bytes)
@@ -66,10 +66,11 @@ class DType(IntEnum):
         return member
 
     @classmethod
-    def parse(cls, name: str) -> DType:
-        """Return the type called *name*, with or without torch's prefix."""
+    def parse(cls, name: object) -> DType:
+        """Return the type called *name*: a string, or a dtype of torch or numpy."""
+        text = getattr(name, "name", getattr(name, "__name__", name))
         try:
-            return cls[name.removeprefix("torch.")]
+            return cls[str(text).removeprefix("torch.")]
         except KeyError:
             known = ", ".join(member.name for member in cls)
             raise ModelError("dtype", name, f"use one of {known}") from None
@@ -131,8 +132,9 @@ class LayerGroup:
             raise ModelError("layer_ids", self.layer_ids, fix)
         object.__setattr__(self, "layer_ids", tuple(_LAYER_IDS[one] for one in self.layer_ids))
         for name in ("kv_heads", "head_dim"):
-            if not 1 <= getattr(self, name) < 1 << 24:
-                raise ModelError(name, getattr(self, name), "give a positive count")
+            count = getattr(self, name)
+            if not is_whole(count) or not 1 <= count < 1 << 24:
+                raise ModelError(name, count, "give a positive count, a whole number below 2^24")
         if (self.kind is LayerKind.window) != (self.window_tokens > 0):
             fix = "positive for window layers, else 0"
             raise ModelError("window_tokens", self.window_tokens, fix)
@@ -190,13 +192,15 @@ class Model:
 
     @classmethod
     def uniform(
-        cls, name: str, revision: str, *, layers: int, kv_heads: int, head_dim: int, dtype: str
+        cls, name: str, revision: str, *, layers: int, kv_heads: int, head_dim: int, dtype: object
     ) -> Model:
         """Return a model whose layers all keep K and V of every token.
 
-        *revision* names the weights, and must also cover tokenizer and rotation. *dtype* is
-        torch's name. Raises ModelError.
+        *revision* names the weights, and must also cover tokenizer and rotation. *dtype*: see
+        ``DType.parse``. Raises ModelError.
         """
+        if not is_whole(layers):
+            raise ModelError("layers", layers, "give their number")
         group = LayerGroup(
             LayerKind.attention, DType.parse(dtype), tuple(range(layers)), kv_heads, head_dim
         )

@@ -6,6 +6,7 @@ import ctypes
 import gc
 import logging
 import os
+import select
 import signal
 import sys
 import time
@@ -13,17 +14,19 @@ from collections.abc import Sequence
 from typing import TextIO, cast
 
 import structlog
-from structlog.typing import Processor
+from structlog.typing import EventDict, Processor
 
 from kvstore.proto.errors import KVStoreError
 from kvstore.server.node import Node
 from kvstore.server.security.rate_limits import LogLimit
+from kvstore.server.settings.loading import flag_of
 from kvstore.server.settings.process_limits import check_memory, raise_limit
 from kvstore.server.settings.settings import Settings, load_config
 from kvstore.server.settings.values import join_endpoint, parse_endpoint
 from kvstore.server.telemetry.tracing import add_request_id
 
 GRACE_S = 20.0
+STDOUT, STDERR = 1, 2
 KEPT_BYTES = 64 << 20
 """Freed memory that each allocator arena keeps for the next message."""
 _M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3
@@ -35,6 +38,7 @@ logger = structlog.get_logger(__name__)
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Serve until a signal. Return the exit status: 0, or 2 when it could not start."""
+    _open_missing()
     try:
         os.umask(0o077)  # other users must not read its files
         config = load_config(sys.argv[1:] if argv is None else argv)
@@ -51,7 +55,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             "every user of this host can read and write all chunks",
             fix="give --auth-keys, or --insecure if that is intended",
         )
-    signals, out = _listen_for_signals(), _Output(sys.stdout)
+    for name, tier in config.unused:
+        fix = f"add {tier} to --tiers, or leave {flag_of(name)} out"
+        logger.warning("a setting has no effect: its tier is not used", setting=name, fix=fix)
+    signals, out = _listen_for_signals(), _Output(STDOUT)
     node.start()
     gc.freeze()  # permanent objects: collecting them stops all calls for 0.1 s or more
     where = join_endpoint(parse_endpoint(config.listen)[0], node.port)
@@ -66,24 +73,50 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 class _Output:
-    """A standard stream whose reader may be gone: further output is lost, and neither a call nor
-    the exit of the process fails.
+    """A standard stream that never blocks. Lines that its reader does not take at once are lost;
+    the next line that is written has their number.
     """
 
-    def __init__(self, stream: TextIO) -> None:
-        self._stream = stream
+    def __init__(self, descriptor: int) -> None:
+        self._descriptor = descriptor
+        self._room = select.poll()
+        self._room.register(descriptor, select.POLLOUT)
+        self._lost, self._is_cut = 0, False
 
     def write(self, text: str) -> None:
+        data = text.encode(errors="replace")
+        if self._is_cut:
+            data = b"\n" + data
+        for start in range(0, len(data), select.PIPE_BUF):
+            piece = data[start : start + select.PIPE_BUF]
+            if not self._takes(piece):
+                self._lost += 1
+                self._is_cut = self._is_cut or start > 0
+                return
+        self._lost, self._is_cut = 0, False
+
+    def _takes(self, piece: bytes) -> bool:
+        """Write at most PIPE_BUF bytes if poll(2) reports room for them."""
         try:
-            self._stream.write(text)
-            self._stream.flush()
+            return bool(self._room.poll(0)) and os.write(self._descriptor, piece) == len(piece)
         except OSError:
-            nowhere = os.open(os.devnull, os.O_WRONLY)
-            os.dup2(nowhere, self._stream.fileno())  # Python flushes the rest at exit
-            os.close(nowhere)
+            return False
 
     def flush(self) -> None:
-        """Do nothing: ``write`` flushes."""
+        """Do nothing: nothing is buffered."""
+
+    def add_lost(self, _: object, __: str, fields: EventDict) -> EventDict:
+        """Add the number of lines lost before this one: a processor of structlog."""
+        if self._lost:
+            fields["lost"] = self._lost
+        return fields
+
+
+def _open_missing() -> None:
+    """Open /dev/null for closed standard streams, or the next file opened becomes one of them."""
+    while (descriptor := os.open(os.devnull, os.O_RDWR)) <= STDERR:
+        pass
+    os.close(descriptor)
 
 
 def _listen_for_signals() -> int:
@@ -113,12 +146,14 @@ def keep_freed_memory() -> None:
 
 
 def _set_up_logs(config: Settings) -> None:
+    out = _Output(STDERR)
     renderer: Processor = structlog.dev.ConsoleRenderer(colors=False)
     if config.log_format == "json":
         renderer = structlog.processors.JSONRenderer()
     structlog.configure(
         processors=[
             LogLimit(time.monotonic),
+            out.add_lost,
             structlog.processors.add_log_level,
             add_request_id,
             structlog.processors.TimeStamper(fmt="iso"),
@@ -128,5 +163,5 @@ def _set_up_logs(config: Settings) -> None:
         wrapper_class=structlog.make_filtering_bound_logger(
             logging.getLevelNamesMapping()[config.log_level.upper()]
         ),
-        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", _Output(sys.stderr))),
+        logger_factory=structlog.WriteLoggerFactory(cast("TextIO", out)),
     )

@@ -123,7 +123,7 @@ class DiskTier(Tier):
     @property
     @override
     def write_error(self) -> str:
-        return self._commit.write_failure
+        return self._files.removed or self._commit.write_failure
 
     @override
     def reserve(self, info: ChunkInfo, tenant: str = DEFAULT_TENANT) -> Reservation:
@@ -131,7 +131,7 @@ class DiskTier(Tier):
         with self._calling():
             if self._commit.index_full:
                 self._commit.commit_all()
-            if failure := self._commit.write_failure:
+            if failure := self.write_error:
                 # Stored chunks stay readable.
                 raise TierUnavailableError(TIER, failure, is_partial=True)
             if self._commit.index_full:
@@ -311,6 +311,7 @@ class DiskTier(Tier):
         """Commit every seal and delete. Raises the error of the first seal that failed."""
         with self._calling():
             failure = self._commit.commit_all()
+            self._files.check_linked()
         if failure is not None:
             raise failure
 

@@ -40,6 +40,7 @@ _FILE_NAME = re.compile(r"(\d{4,})\.kv")
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 _GONE = "it is gone: look the chunk up anew"
+_REMOVED = "it was removed while this server used it: restart the server"
 
 logger = structlog.get_logger(__name__)
 
@@ -269,6 +270,8 @@ class DataFiles:
         self.by_number: dict[int, DataFile] = {}
         self.directories: list[DiskDirectory] = []
         self._next_number = 0
+        self.removed = ""
+        """Why nothing is put until the restart: somebody removed a file."""
         self._missing: list[tuple[DiskDirectory, int]] = []
         """Deleted files that could not be recreated yet."""
         self.io = io
@@ -448,6 +451,7 @@ class DataFiles:
             # By its name, which is never reused: a duplicate of our descriptor would be writable.
             return os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
+            file.is_known = False  # from now on it is read through our own descriptor alone
             raise InvalidRequestError("extent", number, _GONE) from None
         except OSError as error:
             raise self._failed(file, "open", error) from error
@@ -476,14 +480,34 @@ class DataFiles:
         """
         try:
             os.fdatasync(file.fd)
+            self._check_linked(file)
         except OSError as error:
             file.sync_failures += 1
             raise self._failed(file, "sync", error) from error
+
+    def check_linked(self) -> None:
+        """Raise TierUnavailableError if a data file was removed: it will end with this process."""
+        with self.lock:
+            files = list(self.by_number.values())
+        for file in files:
+            try:
+                self._check_linked(file)
+            except OSError as error:
+                raise self._failed(file, "sync", error) from error
+
+    def _check_linked(self, file: DataFile) -> None:
+        if os.fstat(file.fd).st_nlink == 0:
+            with self.lock:
+                is_ours = self.by_number.get(file.number) is file
+            if is_ours:  # else it went to another tenant
+                raise FileNotFoundError(errno.ENOENT, _REMOVED)
 
     def _failed(self, file: DataFile, verb: str, error: OSError) -> TierUnavailableError:
         """Record the failure, and avoid the folder for a while if there are others."""
         reason = f"{verb} of {file.path}: {error.strerror}"
         is_partial = self._has_others(file.directory)
+        if isinstance(error, FileNotFoundError) and not is_partial:
+            self.removed = reason
         if is_partial:
             file.directory.failure = reason
             file.directory.retry_at_s = self._clock() + FOLDER_RETRY_S

@@ -76,7 +76,7 @@ _FIXES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = 
     (errors.ReadOnlyError, "point the URL at the primary"),
     (LoadingError, "wait until it has loaded its data"),
     ((SlotLostError, errors.ClusterDownError), "bring back its masters, or let replicas take over"),
-    (errors.TimeoutError, "check that it is reachable and not overloaded, or raise timeout_ms"),
+    (errors.TimeoutError, "see that it is there and not overloaded, or raise --redis-timeout-ms"),
     (errors.InvalidResponse, "check that the URL names a Redis, and no proxy changes its answers"),
     (errors.ResponseError, "see the server's log"),
 )

@@ -21,7 +21,7 @@ import zstandard
 from numpy.typing import NDArray
 
 from bench.codecs.kv import Bits, Floats, bits_per_value, digest, to_bits, to_floats
-from bench.lib.processes import Asked, Command, PeerSkippedError, asking, make_venv
+from bench.lib.processes import Command, LineProcess, PeerSkippedError, line_process, make_venv
 from bench.lib.traces import TINYLM
 from bench.peers.lmcache import QUIET, TORCH
 
@@ -68,7 +68,7 @@ TINYLM_LAYERS: int = json.loads((TINYLM / "config.json").read_text())["num_hidde
 class LMCacheCodecs:
     """LMCache's serializers in a running client, told that they serve tinylm."""
 
-    asked: Asked
+    program: LineProcess
     folder: Path
 
     def coded(self, codec: str, setting: str, tensors: TensorFile, **request: Any) -> Coded:
@@ -89,7 +89,7 @@ class LMCacheCodecs:
 
     def _ask(self, do: str, tensors: TensorFile, **request: Any) -> dict[str, float]:
         named = {"do": do, "tensors": str(tensors.path), "tokens": tensors.bits.shape[3]}
-        answer = self.asked.ask(json.dumps({**named, "model": str(TINYLM), **request}))
+        answer = self.program.request(json.dumps({**named, "model": str(TINYLM), **request}))
         tensors.check(answer)
         return answer
 
@@ -107,11 +107,11 @@ class Opponents:
     def running(cls, venvs: Path, folder: Path) -> Iterator[Opponents]:
         with ExitStack() as stack:
 
-            def start(name: str) -> Asked | str:
+            def start(name: str) -> LineProcess | str:
                 try:
                     client = Path(__file__).with_name(f"{name}_client.py")
                     command: Command = [*QUIET, make_venv(venvs, name, TORCH), "-P", client]
-                    return stack.enter_context(asking(command, folder / f"{name}.log"))
+                    return stack.enter_context(line_process(command, folder / f"{name}.log"))
                 except PeerSkippedError as error:
                     return str(error)
 
@@ -123,8 +123,8 @@ class Opponents:
             )
 
 
-def _zipnn_time(asked: Asked, tensors: TensorFile) -> Speed:
-    answer = asked.ask(str(tensors.path))
+def _zipnn_time(program: LineProcess, tensors: TensorFile) -> Speed:
+    answer = program.request(str(tensors.path))
     tensors.check(answer)
     return Speed(answer["encode_s"], answer["decode_s"])
 

@@ -77,7 +77,7 @@ class Pair:
         ours.fresh()
         alone_s = _drained_s(self._plain, prompt)
         lost = _lost(ours)
-        ours.engine.ask("stop_before_load", pid=pid)
+        ours.engine.request("stop_before_load", pid=pid)
         try:
             took_s = ours.ask([prompt]).took_s
         finally:
@@ -90,12 +90,12 @@ class Pair:
 
 def _drained_s(side: Side, prompt: Prompt) -> float:
     took_s = side.ask([prompt]).took_s
-    side.engine.ask("drain")
+    side.engine.request("drain")
     return took_s
 
 
 def _lost(ours: Side) -> int:
-    return int(ours.engine.ask("counts").get("worker_lost_chunks", 0))
+    return int(ours.engine.request("counts").get("worker_lost_chunks", 0))
 
 
 def measure_dead_server(report: Report, folder: Path, starts: Field, plain: Side) -> None:

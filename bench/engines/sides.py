@@ -139,9 +139,9 @@ class Side:
         return Taken(answers[0]["took_s"], cached, [answer["tokens"] for answer in answers])
 
     def fresh(self) -> None:
-        if self.settles and not self.engine.ask("settle"):
+        if self.settles and not self.engine.request("settle"):
             raise RuntimeError(f"{self.name} does not come to an end with its stores")
-        if not self.engine.ask("drain"):
+        if not self.engine.request("drain"):
             raise RuntimeError(f"{self.name} keeps its blocks")
 
 

@@ -152,13 +152,13 @@ def end(process: subprocess.Popen[Any], grace_s: float = GRACE_S) -> None:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LineProcess:
     """A program that answers each line on its input with a line of JSON."""
 
     process: subprocess.Popen[bytes]
     log: Path
 
-    def tell(self, line: str) -> None:
+    def send(self, line: str) -> None:
         """Send *line*. Raises PeerSkippedError when the program has ended."""
         assert self.process.stdin is not None
         try:
@@ -184,13 +184,13 @@ class Asked:
             watch.cancel()
         raise PeerSkippedError(f"its client exited: {last_words(self.log)}")
 
-    def ask(self, line: str) -> dict[str, float]:
-        self.tell(line)
+    def request(self, line: str) -> dict[str, float]:
+        self.send(line)
         return self.answer()
 
 
 @contextmanager
-def asking(command: Command, log: Path) -> Iterator[Asked]:
+def line_process(command: Command, log: Path) -> Iterator[LineProcess]:
     """Run a program that answers; its first answer means that it is ready.
 
     At the end of its input it cleans up and exits: LMCache's would else leave its shared memory
@@ -203,9 +203,9 @@ def asking(command: Command, log: Path) -> Iterator[Asked]:
         ) as process,
     ):
         try:
-            asked = Asked(process, log)
-            asked.answer()
-            yield asked
+            program = LineProcess(process, log)
+            program.answer()
+            yield program
         finally:
             assert process.stdin is not None
             with suppress(OSError):

@@ -87,21 +87,21 @@ class EngineProcess:
         assert line, f"the engine ended: {self.log.read_text()[-4000:]}"
         return json.loads(line)
 
-    def ask(self, do: str, **arguments: Any) -> Any:
+    def request(self, do: str, **arguments: Any) -> Any:
         """Request one action of the engine; return its answer."""
         self._send({"do": do, **arguments})
         return self._receive()
 
     def generate(self, *prompts: list[int], **arguments: Any) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = self.ask("generate", prompts=prompts, **arguments)
+        answers: list[dict[str, Any]] = self.request("generate", prompts=prompts, **arguments)
         return answers
 
     def fresh(self) -> None:
-        assert self.ask("settle")
-        assert self.ask("reset")
+        assert self.request("settle")
+        assert self.request("reset")
 
     def forget(self) -> None:
-        assert self.ask("reset")
+        assert self.request("reset")
 
     def close(self) -> None:
         assert self._process.stdin is not None

@@ -83,7 +83,7 @@ def drain(llm: LLM, within_s: float = 10.0) -> bool:
     return True
 
 
-def lose(llm: LLM, chunks: int) -> bool:
+def limit_loads(llm: LLM, chunks: int) -> bool:
     """Limit loads to so many chunks, as if the others had been evicted; 0: no limit."""
     connector = sides(llm)[1]._worker._connector
     vars(connector).pop("read_into", None)
@@ -150,7 +150,7 @@ class Stage:
 
     model_runner: Any
 
-    def make_room(self) -> bool:
+    def make_buffers(self) -> bool:
         """Allocate them like the dummy run; call once, before the first request."""
         runner = self.model_runner
         if not get_pp_group().is_first_rank and runner.intermediate_tensors is None:
@@ -193,10 +193,10 @@ def main(packages: str = "") -> None:
         "abort": abort,
         "settle": settle,
         "drain": drain,
-        "lose": lose,
+        "limit_loads": limit_loads,
         "stop_before_load": stop_before_load,
         "counts": counts,
-        "make_room": lambda llm: llm.collective_rpc("make_room"),
+        "make_buffers": lambda llm: llm.collective_rpc("make_buffers"),
         "reset": lambda llm, **how: llm.reset_prefix_cache(**how),
     }
     print(json.dumps("ready"), file=answers, flush=True)

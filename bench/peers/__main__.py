@@ -324,7 +324,7 @@ def compare_mooncake(run: Run, peer: Mooncake) -> None:
         for _ in range(4 * ROUNDS):
             side.run(ours, 1)
             bare.load_s.append(timed(receive))
-            times = client.ask("round")
+            times = client.request("round")
             theirs.extend([times["store_s"]], [times["load_s"]])
         run.add_speeds(KEYS["mooncake"][:2], side.size_bytes, ours, theirs)
         run.add_speeds(KEYS["mooncake"][2:], side.size_bytes, bare, theirs)
@@ -358,10 +358,10 @@ def lmcache_readable(peer: LMCache) -> str:
         server.client(1000) as reader,
         server.client(2000) as writer,
     ):
-        reader.ask(f"store 0 {READABLE_KEYS}")
-        writer.tell(f"write {WRITES}")
+        reader.request(f"store 0 {READABLE_KEYS}")
+        writer.send(f"write {WRITES}")
         time.sleep(FLOOD_S)
-        read = reader.ask(f"read {READABLE_KEYS} {READ_S}")
+        read = reader.request(f"read {READABLE_KEYS} {READ_S}")
         written = writer.answer()
     share, speed = read["delivered"] / read["reads"], written["sent"] / written["seconds"]
     return f"{share:.2f}, {speed:.0f} MiB/s sent to {VERSION} with fs_native"
@@ -375,9 +375,9 @@ def measure_burst(run: Run, theirs: str) -> None:
 
 def lmcache_burst(peer: LMCache) -> str:
     with _lmcache_server(peer) as server, server.client(1000) as client:
-        client.ask(f"store 0 {BURST_CHUNKS}")
+        client.request(f"store 0 {BURST_CHUNKS}")
         time.sleep(SETTLE_S)
-        read = client.ask(f"read {BURST_CHUNKS} 0")
+        read = client.request(f"read {BURST_CHUNKS} 0")
     return f"{BURST_CHUNKS - read['delivered']:.0f} lost by {VERSION} with fs_native"
 
 

@@ -14,11 +14,11 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from bench.lib.processes import (
-    Asked,
+    LineProcess,
     PeerSkippedError,
-    asking,
     free_port,
     last_line,
+    line_process,
     make_venv,
     run,
     serving_peer,
@@ -147,7 +147,7 @@ class Server:
         return parse_server(run([*self.peer.command("bench", "server"), *flags], 120))
 
     @contextmanager
-    def client(self, instance: int) -> Iterator[Asked]:
+    def client(self, instance: int) -> Iterator[LineProcess]:
         command = [*QUIET, str(self.peer.python), "-P", str(CLIENT), self.url, str(instance)]
-        with asking(command, self.peer.folder / f"lmcache-client-{instance}.log") as asked:
-            yield asked
+        with line_process(command, self.peer.folder / f"lmcache-client-{instance}.log") as program:
+            yield program

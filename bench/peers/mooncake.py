@@ -7,7 +7,14 @@ from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from bench.lib.processes import Asked, asking, free_port, make_venv, serving_peer, shared_libraries
+from bench.lib.processes import (
+    LineProcess,
+    free_port,
+    line_process,
+    make_venv,
+    serving_peer,
+    shared_libraries,
+)
 
 VERSION = "Mooncake Store 0.3.13"
 CLIENT = Path(__file__).parent / "mooncake_client.py"
@@ -36,7 +43,7 @@ class Mooncake:
         return cls(python, folder, shared_libraries(venvs, LIBRARIES))
 
     @contextmanager
-    def client(self, object_bytes: int) -> Iterator[Asked]:
+    def client(self, object_bytes: int) -> Iterator[LineProcess]:
         """Run the store; yield a client whose answers are ``store_s`` and ``load_s``."""
         rpc, http, metrics = (free_port() for _ in range(3))
         env = ["env", f"LD_LIBRARY_PATH={self.libraries}"] if self.libraries else []
@@ -61,5 +68,5 @@ class Mooncake:
                     str(size),
                 ]
                 log = self.folder / f"mooncake-{task}.log"
-                asked = stack.enter_context(asking([*env, *words], log))
-            yield asked
+                program = stack.enter_context(line_process([*env, *words], log))
+            yield program

@@ -37,7 +37,7 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 @command("demo", exits="0 1 2 3", example="--json demo.json", section="Measure")
 def demo(
     json_file: Annotated[
-        Path | None, Option("--json", metavar="FILE", help="Write the figures there.")
+        Path | None, Option("--json", metavar="FILE", help="Write the figures to FILE.")
     ] = None,
     model: Annotated[
         Path | None,
@@ -47,8 +47,8 @@ def demo(
 ) -> None:
     """Compute a prompt once, then load it: in another process, and after a kill -9.
 
-    Starts a server of its own in a temporary folder. Exits with 1 unless the tokens are the
-    same with and without the store and loading was faster than computing.
+    Starts its own server in a temporary folder. Exits with 1 unless the tokens are the same with
+    and without the store and loading was faster than computing.
     """
     import tempfile
 
@@ -83,13 +83,13 @@ def check_model(folder: Path, prompt_tokens: int) -> None:
     absent = [what for what, is_there in parts.items() if not is_there]
     if absent:
         fix = (
-            f"no {', no '.join(absent)} there: give a folder that transformers loads, such as"
+            f"no {', no '.join(absent)} there: give a transformers model's folder, such as"
             " build/real-model of a checkout after make real-model, or none"
         )
         raise InvalidRequestError("model", str(folder), fix)
     longest = config.get("max_position_embeddings", sys.maxsize) - MAX_NEW_TOKENS
     if prompt_tokens > longest:
-        raise InvalidRequestError("tokens", prompt_tokens, f"the model takes {longest} at most")
+        raise InvalidRequestError("tokens", prompt_tokens, f"the model accepts at most {longest}")
 
 
 class ServerChild:
@@ -159,10 +159,10 @@ def judge(reports: Mapping[str, Mapping[str, Any]], duration_s: float) -> dict[s
     disk_hit_tokens = restarted["hit_tokens_by_tier"].get("disk", 0)
     ratio = second["ttft_with_ms"] / second["ttft_without_ms"]
     checks = {
-        "the first process found its prompt in an empty store": not first["hit_tokens"],
+        "the first process hit in an empty store": not first["hit_tokens"],
         "the tokens differ with and without the store": identical,
         "the second process loaded nothing": second["hit_tokens"] > 0,
-        "nothing came from disk after the kill": disk_hit_tokens > 0,
+        "nothing was loaded from disk after the kill": disk_hit_tokens > 0,
         "loading was not faster than computing": ratio < 1,
     }
     for name, report in reports.items():
@@ -218,7 +218,7 @@ def _play(console: Console, scratch: Path, arguments: Sequence[str]) -> dict[str
         server.kill()
         server.start()
         console.print(f"4. kill -9, started again: {server.greeting}")
-        console.print("5. a third engine process loads what the disk kept ...")
+        console.print("5. a third engine process loads it from disk ...")
         run_engine("restarted")
     return reports
 
@@ -254,4 +254,4 @@ def _show(console: Console, figures: Mapping[str, Any]) -> None:
         f" the demo took {figures['duration_s']:.0f} s"
     )
     for problem in figures["problems"]:
-        console.print(f"NOT AS IT SHOULD BE: {problem}")
+        console.print(f"FAILED: {problem}")

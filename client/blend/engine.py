@@ -108,7 +108,7 @@ class LayerLoader:
         except WaitedTooLong as error:
             if pending.done():  # the source's own deadline
                 raise
-            raise DeadlineError(f"a layer did not come within {limit_s:.3g} s") from error
+            raise DeadlineError(f"a layer did not arrive within {limit_s:.3g} s") from error
         finally:
             self.wait_s += time.perf_counter() - started
 
@@ -195,7 +195,7 @@ class Blender:
         Raises InvalidRequestError for a position that is not in the prompt.
         """
         if not 0 <= logits_from < len(tokens):
-            fix = f"a position of the prompt, 0 to {len(tokens) - 1}"
+            fix = f"give a position of the prompt, 0 to {len(tokens) - 1}"
             raise InvalidRequestError("logits_from", logits_from, fix)
         own, started = self.adapter.origin, time.perf_counter()
         return self._finished(self._computed(tokens, logits_from, watch), own, started)

@@ -274,7 +274,7 @@ def _report(
     is_selected[done.selected.cpu().numpy()] = True
     chunks = []
     for chunk in (one for one in source.chunks() if not one.is_exact):
-        span = slice(chunk.asked.start, chunk.asked.stop)
+        span = slice(chunk.wanted.start, chunk.wanted.stop)
         selected = np.packbits(is_selected[span], bitorder="little").tobytes()
         measured = halves[span].tobytes()
         chunks.append(ChunkReport(chunk.best.digest, layer, measured, selected, levels[span]))

@@ -52,7 +52,7 @@ class RopeSpec:
             return None
         found = inverse_frequencies(rope, head_dim)
         if found is None:
-            fix = f"keys can be moved under {', '.join(KNOWN_RULES)}"
+            fix = f"keys can be moved only under {', '.join(KNOWN_RULES)}"
             raise ModelError("rope", (rope.scaling, rope.factors), fix)
         return cls(tuple(found.tolist()), key_gain(rope))
 
@@ -68,7 +68,7 @@ def rerotate(keys: Tensor, old: Tensor, new: Tensor, rope: RopeSpec) -> Tensor:
     pairs = len(rope.frequencies)
     if 2 * pairs > keys.shape[-1]:
         found = (2 * pairs, keys.shape[-1])
-        raise ModelError("rope", found, "more channels are rotated than there are")
+        raise ModelError("rope", found, "keys have fewer channels than are rotated")
     table = torch.tensor(rope.frequencies, dtype=torch.float32, device=keys.device)
     before, after = ((at.float()[:, None] * table).double() for at in (old, new))
     angles = after - before
@@ -215,12 +215,12 @@ def place_segments(
         if segment.kind == "miss":
             continue
         if index not in loaded:
-            raise LayoutMismatchError("segment", index, "the source did not bring it")
+            raise LayoutMismatchError("segment", index, "the source did not return it")
         wanted = (adapter.kv_heads, len(segment), adapter.head_dim)
         for part in loaded[index]:
             found = (tuple(part.shape), part.dtype)
             if found != (wanted, adapter.dtype):
-                fix = f"the engine keeps {wanted} of {adapter.dtype}"
+                fix = f"expected {wanted} of {adapter.dtype}"
                 raise LayoutMismatchError(f"segment {index}", found, fix)
         k, v = (part.to(adapter.device) for part in loaded[index])
         if rope is not None and segment.src_pos != segment.start:

@@ -103,14 +103,14 @@ class BlendPlan:
             end = segment.end
             tokens = self.tokens[segment.start : end] if segment.chunk_id else ()
             if tokens and content_digest(tokens_le32(tokens), segment.extra) != segment.chunk_id:
-                fix = f"tokens {segment.start} to {end} are others: look the chunk up again"
+                fix = f"tokens {segment.start} to {end} differ: look the chunk up again"
                 raise InvalidRequestError("segment.chunk_id", segment.chunk_id.hex(), fix)
         if end != len(self.tokens):
-            fix = f"they end at the prompt's end, {len(self.tokens)}"
+            fix = f"end at the prompt's end, {len(self.tokens)}"
             raise InvalidRequestError("segments", end, fix)
         if segment.kind != "miss":
             raise InvalidRequestError(
-                "segments", segment.kind, "the last's logits are wanted: miss"
+                "segments", segment.kind, "the last must be a miss: its logits are needed"
             )
 
     def of_kind(self, kind: Kind) -> list[tuple[int, Segment]]:
@@ -154,7 +154,7 @@ class BlendPlan:
 
 def _check_share(field_name: str, value: float) -> None:
     if not 0 <= value <= 1:
-        raise InvalidRequestError(field_name, value, "a share is from 0 to 1")
+        raise InvalidRequestError(field_name, value, "give a share from 0 to 1")
 
 
 # --- names of segments in the store
@@ -175,7 +175,7 @@ class SegmentRange:
     def __post_init__(self) -> None:
         whole = is_whole(self.start) and is_whole(self.stop)
         if not whole or not 0 <= self.start < self.stop < 1 << 32:
-            raise InvalidRequestError("segment", (self.start, self.stop), "start below stop")
+            raise InvalidRequestError("segment", (self.start, self.stop), "give start < stop")
 
 
 @dataclass(frozen=True, slots=True)
@@ -241,7 +241,7 @@ def _tiles(count: int, ranges: Sequence[SegmentRange]) -> list[SegmentRange]:
     for one in ranges:
         if one.start < at or one.stop > count:
             wrong = (one.start, one.stop)
-            raise InvalidRequestError("segments", wrong, f"in order, apart, and up to {count}")
+            raise InvalidRequestError("segments", wrong, f"in order, disjoint, up to {count}")
         gap = [SegmentRange(at, one.start, approximate=False)] if one.start > at else []
         tiles += [*gap, one]
         at = one.stop

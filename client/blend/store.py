@@ -46,7 +46,7 @@ class StoreSource:
         kinds = [group.kind for group in model.layer_groups]
         if kinds != [LayerKind.attention]:
             names = [kind.name for kind in kinds]
-            raise ModelError("layer_groups", names, "one group of attention layers is blended")
+            raise ModelError("layer_groups", names, "only one group of attention layers is blended")
         (group,) = model.layer_groups
         self._resolved = resolved
         self._layer_ids = list(group.layer_ids)
@@ -64,14 +64,16 @@ class StoreSource:
     def loaded_bytes(self) -> int:
         """The stored bytes of the plan's segments, without rows that were left out."""
         return sum(
-            one.best.size_bytes * (one.asked.tokens - len(self._unwanted(one))) // one.asked.tokens
+            one.best.size_bytes
+            * (one.wanted.tokens - len(self._unwanted(one)))
+            // one.wanted.tokens
             for one in self.chunks()
         )
 
     @property
     def token_bytes(self) -> float:
         """The stored bytes per token of the plan's segments, all layers; 0 without segments."""
-        tokens = sum(chunk.asked.tokens for chunk in self.chunks())
+        tokens = sum(chunk.wanted.tokens for chunk in self.chunks())
         return sum(chunk.best.size_bytes for chunk in self.chunks()) / max(1, tokens)
 
     @property
@@ -126,7 +128,7 @@ class StoreSource:
             ]
             self._tensors[index] = layers
             for chunk in run:
-                span = slice(chunk.asked.start - start, chunk.asked.stop - start)
+                span = slice(chunk.wanted.start - start, chunk.wanted.stop - start)
                 out.append([[(k[:, span], v[:, span]) for k, v in layers]])
         chunks = list(self.chunks())
         skipped = SkippedRows.of({at: self._unwanted(one) for at, one in enumerate(chunks)})
@@ -136,7 +138,7 @@ class StoreSource:
         """Return the rows of a chunk that are left out, relative to its first."""
         if chunk.is_exact or not self.left_out:
             return []
-        start, stop = chunk.asked.start, chunk.asked.stop
+        start, stop = chunk.wanted.start, chunk.wanted.stop
         return [at - start for at in range(start, stop) if at in self.left_out]
 
     def narrow(self, rows: Sequence[int]) -> None:
@@ -164,7 +166,7 @@ def _planned(
     """Return the plan, and the chunks of its stored segments by index."""
     runs: list[list[FoundChunk]] = []
     for one in resolved.chunks():
-        if one.asked.stop >= len(tokens):
+        if one.wanted.stop >= len(tokens):
             continue
         if runs and _continues(runs[-1][-1], one):
             runs[-1].append(one)
@@ -173,18 +175,18 @@ def _planned(
     segments: list[Segment] = []
     chunks, at, ratio = {}, 0, resolved.found.gate.ratio
     for run in runs:
-        first, stop = run[0], run[-1].asked.stop
-        if first.asked.start > at:
-            segments.append(Segment(at, first.asked.start, "miss"))
+        first, stop = run[0], run[-1].wanted.stop
+        if first.wanted.start > at:
+            segments.append(Segment(at, first.wanted.start, "miss"))
         chunks[len(segments)] = run
         priority = b"".join(chunk.priority for chunk in run)
         segments.append(
             Segment(
-                first.asked.start,
+                first.wanted.start,
                 stop,
                 "exact" if first.is_exact else "approx",
                 # A single chunk's digest is checked against the tokens; in a run each frame is.
-                chunk_id=first.asked.content if len(run) == 1 else b"",
+                chunk_id=first.wanted.content if len(run) == 1 else b"",
                 src_pos=first.best.position,
                 ratio=first.ratio if first.ratio > ratio else None,
                 scores=tuple(level / _HIGHEST_PRIORITY for level in priority) or None,
@@ -200,10 +202,10 @@ def _planned(
 def _continues(last: FoundChunk, one: FoundChunk) -> bool:
     """Return whether *one* follows *last* here and where both were computed."""
     return (
-        last.asked.stop == one.asked.start
+        last.wanted.stop == one.wanted.start
         and last.best.digest == one.best.parent
         and (last.is_exact, last.ratio) == (one.is_exact, one.ratio)
-        and last.best.position + last.asked.tokens == one.best.position
+        and last.best.position + last.wanted.tokens == one.best.position
         and bool(last.priority) == bool(one.priority)
     )
 
@@ -225,7 +227,7 @@ def store_prefill(
     this one's names. Stores nothing if the weights changed meanwhile. Raises KVStoreErrors.
     """
     if result.is_blended:
-        fix = "it was blended, and serves its own request only; store a full prefill's"
+        fix = "it is only for its own request; store a full prefill's"
         raise InvalidRequestError("result", "blended KV", fix)
     if result.weights is None:
         return []

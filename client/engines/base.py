@@ -339,7 +339,7 @@ class Connector:
                 is_news, self._is_failing = not self._is_failing, True
             if is_news:
                 # As text: a record that kept the error would keep the buffers of its frames.
-                logger.warning("going on without the store: %s: %s", name, str(error))
+                logger.warning("continuing without the store: %s: %s", name, str(error))
             return otherwise
         self._is_failing = False
         return result

@@ -254,8 +254,8 @@ def weights_name(model: str, stated: str = "", commit: str = "") -> str:
         found = commit
     if not found:
         fix = (
-            f"give a commit or a digest of the weights: {model!r} is no folder of weights here, "
-            "and a branch, a tag or nothing does not say which they are"
+            f"give a commit or a digest of the weights: {model!r} is no local folder of weights, "
+            "and a branch, a tag or no revision does not identify them"
         )
         raise ModelError("model_revision", stated, fix)
     return f"{stated}+{found}" if stated else found
@@ -328,7 +328,7 @@ def byte_group(page_bytes: int, field: str, name: str = "") -> LayerGroup:
     Raises ModelError, with *field* and *name*, unless they divide into BYTE_ROWS rows.
     """
     if page_bytes % BYTE_ROWS or not page_bytes:
-        fix = f"pages of {page_bytes} bytes: a multiple of {BYTE_ROWS} is stored"
+        fix = f"pages have {page_bytes} bytes: use a multiple of {BYTE_ROWS}"
         raise ModelError(field, name or page_bytes, fix)
     return LayerGroup(LayerKind.mla, DType.uint8, (0,), 1, page_bytes // BYTE_ROWS)
 
@@ -342,7 +342,7 @@ def byte_tensors(page: Any) -> LayerTensors:
         return [[[page.view(1, BYTE_ROWS, -1)]]]
     rows = page.reshape(1, BYTE_ROWS, -1)
     if not np.shares_memory(rows, page):  # data read into a copy would be lost
-        raise ValueError("the bytes of a page have to follow each other")
+        raise ValueError("the bytes of a page must be contiguous")
     return [[[rows]]]
 
 

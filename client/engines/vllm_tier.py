@@ -113,7 +113,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         settings.pop("module_path", None)  # below 0.28 vLLM passes it on
         stated = VllmSettings.of(settings)
         if least_of(stated.accuracy) is not Accuracy.exact:
-            fix = "use exact: vLLM does not say behind which chunk another was computed"
+            fix = "use exact: vLLM does not report which chunks another was computed after"
             raise InvalidRequestError("accuracy", stated.accuracy, fix)
         self._rows = np.asarray(primary_kv_view).view(np.uint8)
         model = tier_model(offloading_spec.config, self._rows.shape[1], stated.model_revision)
@@ -253,7 +253,7 @@ if "KVStoreTier" not in SecondaryTierFactory._registry:
 def tier_model(config: Any, chunk_bytes: int, model_revision: str) -> Model:
     """Return the identity of chunks under vLLM's OffloadingConfig *config*. Raises ModelError."""
     if not model_revision:
-        raise ModelError("model_revision", "", "vLLM does not pass it on: give it")
+        raise ModelError("model_revision", "", "give it: vLLM does not pass it on")
     parallel = config.parallel
     layout = {
         "dtype": config.model.dtype,

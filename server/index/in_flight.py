@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import NamedTuple
 
 from kvstore.proto.types import Accuracy, ChunkKey, KVLayout
@@ -38,14 +38,18 @@ class InFlightPuts:
         self._no_waits = False
         self._arrived = threading.Condition(state.lock)
 
-    def begin(self, key: ChunkKey, layout: KVLayout | None = None) -> bool:
-        """Count a writer of *key*; False if there is an exact copy, or one with less end state."""
+    def begin(
+        self, key: ChunkKey, layout: KVLayout | None = None, away: Collection[str] = ()
+    ) -> bool:
+        """Count a writer of *key*; False if a tier not in *away* has an exact copy, or there is one
+        with less end state.
+        """
         index, hints = self._index, self._state.metadata.hints
         with self._state.lock:
             row = index.row(key)
             if row and layout is not None and index.is_less_complete(row, layout):
                 return False
-            if row and index.holders(row, Accuracy.exact):
+            if row and not set(index.holders(row, Accuracy.exact)).issubset(away):
                 if hints.is_expired(row, self._state.clock()):
                     hints.set_expiry(row, NEVER)
                 self._forget(key)

@@ -425,6 +425,14 @@ class Settings(Checked):
         return any((self.auth_keys, self.jwt_key, self.tls_client_ca))
 
     @property
+    def unused(self) -> Iterator[tuple[str, str]]:
+        """The settings that were given for a tier that is not used, and the tier."""
+        for name, tier in {"disk": "disk", "gpu": "gpu", "redis_url": "redis"}.items():
+            is_used = tier in self.tiers or (tier == "redis" and self.directory)
+            if name in self.model_fields_set and not is_used:
+                yield name, tier
+
+    @property
     def cpu_slab_bytes(self) -> int:
         """Size of shared-memory slabs."""
         return self.limits.cpu_slab_bytes or slab_bytes(self.cpu_size)

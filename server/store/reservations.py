@@ -132,7 +132,7 @@ class Reservations:
         far = "" if peers is None else peers.name
         if catalog.holders(key) == [far] and catalog.cast_out(far, key, even_if_held=False):
             catalog.purged(far, key)
-        if catalog.in_flight.begin(key, kept.layout):
+        if catalog.in_flight.begin(key, kept.layout, self._away()):
             return None
         self.counters.add("put_existing_chunks")
         self._hint(key, hints)
@@ -159,8 +159,12 @@ class Reservations:
             self._states.forget(ticket.info.key)
 
     def has(self, key: ChunkKey) -> bool:
-        """Whether an exact copy of the chunk exists."""
-        return bool(self._catalog.holders(key, Accuracy.exact))
+        """Whether an exact copy of the chunk exists, on a tier that can be read."""
+        return not self._away().issuperset(self._catalog.holders(key, Accuracy.exact))
+
+    def _away(self) -> set[str]:
+        """Return the tiers whose breaker is open: lookups pass over their copies."""
+        return {one.name for one in self._moves.tiers.slots.values() if one.breaker.is_open}
 
     def refuse(self, key: ChunkKey, reason: str) -> PutResult:
         """Count and record a refused chunk; return the result."""

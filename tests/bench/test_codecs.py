@@ -16,7 +16,7 @@ from bench.codecs.model import PrefixModel
 from bench.codecs.ours import Chunks, Coder
 from bench.codecs.speeds import in_rounds
 from bench.codecs.texts import Lengths, contexts, held_out
-from bench.lib.processes import asking
+from bench.lib.processes import line_process
 from bench.lib.report import Report
 from bench.lib.traces import TINYLM
 from transformers import AutoTokenizer
@@ -69,8 +69,8 @@ for line in sys.stdin:
 def test_an_opponent_that_read_other_tensors_ends_the_run(is_right: bool, tmp_path: Path) -> None:
     tensors = TensorFile.write(tmp_path, TINY)
     code = CLIENT.replace("DIGEST", str(tensors.digest if is_right else tensors.digest + 1))
-    with asking([sys.executable, "-c", code], tmp_path / "log") as asked:
-        opponent = LMCacheCodecs(asked, tmp_path)
+    with line_process([sys.executable, "-c", code], tmp_path / "log") as program:
+        opponent = LMCacheCodecs(program, tmp_path)
         if not is_right:
             with pytest.raises(ValueError, match="the opponent read other tensors"):
                 opponent.coded("fp8", "bare cast", tensors)

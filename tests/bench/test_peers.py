@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from bench.lib.processes import PINS, PeerSkippedError, asking, end, last_line
+from bench.lib.processes import PINS, PeerSkippedError, end, last_line, line_process
 from bench.lib.report import Report
 from bench.peers import __main__ as peers
 from bench.peers.__main__ import Run, Side, TierSide, make_frames
@@ -98,10 +98,10 @@ def test_a_client_answers_past_what_else_it_prints_and_is_ended_though_it_resist
         "for n in range(2): input(); print('log'); print('{\"n\": %d}' % n, flush=True)\n"
         "time.sleep(600)"
     )
-    with asking([sys.executable, "-c", code], tmp_path / "log") as asked:
-        assert [asked.ask("round"), asked.ask("round")] == [{"n": 0}, {"n": 1}]
-        end(asked.process, grace_s=0.1)
-    assert not psutil.pid_exists(asked.process.pid)
+    with line_process([sys.executable, "-c", code], tmp_path / "log") as program:
+        assert [program.request("round"), program.request("round")] == [{"n": 0}, {"n": 1}]
+        end(program.process, grace_s=0.1)
+    assert not psutil.pid_exists(program.process.pid)
 
 
 def test_our_side_stores_and_loads_what_it_was_given() -> None:

@@ -118,6 +118,16 @@ def test_over_a_slow_link_the_engine_computes_the_first_chunks_and_the_link_brin
     assert found.ttft_s < load_all(0)(request, steady(4)).ttft_s
 
 
+@pytest.mark.parametrize("gbps", [1, 3, 10])
+def test_what_waits_for_a_slow_decoder_keeps_more_from_being_loaded(gbps: float) -> None:
+    replay = controlled()
+    for one in requests(LEVELS, 1, 20, exact=False):
+        terms = replace(one.terms, decode_bytes_per_s=0.25e9)
+        found = replay(replace(one, terms=terms), steady(gbps))
+        latest_s = terms.compute_s(one.chunks) + terms.later_s(one.chunks)
+        assert found.ttft_s < latest_s + COST_S, terms
+
+
 def test_bytes_arrive_when_the_link_has_given_them() -> None:
     trace = Trace([(0.5, 100.0), (0.25, 1000.0)])
     assert trace.arrival_s(50, 0.0) == 0.5

@@ -305,10 +305,10 @@ def test_prompts_that_cannot_be_compared_are_said_to_be_so(
     make_server: ServerMaker, prompts: Path, gate: Run
 ) -> None:
     server = make_server("--codec", "disk=rough")
-    assert "none of 5 prompts is stored under this model's name" in gate(server)[1]
+    assert "none of 5 prompts is stored under this model's identity" in gate(server)[1]
     store_prompts(server, prompts, lossy=False)
     status, shown = gate(server)
-    assert (status, "no copy by rough without a bound was read of 5 prompts" in shown) == (2, True)
+    assert (status, "no approximate copy by rough was read of 5 prompts" in shown) == (2, True)
     assert server.counter("blend_shadows") == 0
 
 
@@ -342,7 +342,7 @@ def test_what_cannot_be_is_refused_by_name_before_a_server_is_asked(
         (["--codec", "lossless"], "codec='lossless': use one of"),
         (["--codec", ""], "codec='': use one of"),
         (["--codec", "kvt"], "codec='kvt': use kvtc, which replaces kvt"),
-        (["--codec", "kivi:4"], "; copies by other codecs are read without a gate"),
+        (["--codec", "kivi:4"], "; copies of other codecs need no gate"),
     ):
         status, shown = gate(None, *more)
         assert (status, message in shown) == (2, True), shown
@@ -488,7 +488,7 @@ def test_what_cannot_be_tried_is_refused_by_name(
     empty = tmp_path / "empty"
     empty.mkdir()
     for argv, said in (
-        ((model, "--questions", questions), "give a line or more"),
+        ((model, "--questions", questions), "give at least one line"),
         ((model,), "give --text FILE or --questions FILE"),
         ((model, "--text", questions), "give at least"),
         ((empty, "--text", questions), "model="),

@@ -44,7 +44,7 @@ def test_ls_shows_whole_digests_and_takes_any_digits_that_they_begin_with(
     pages = listed(kvstore, "--after", digests[3][:15], "--limit", 5, *where)
     assert [one["digest"] for one in pages] == digests[4:9]
     status, _, err = kvstore("ls", "--after", "f" * 15, *where)
-    assert (status, "begin" in err) == (2, True)
+    assert (status, "unique prefix" in err) == (2, True)
 
 
 def test_ls_shows_each_chunk_once_in_pages_that_follow_each_other(

@@ -78,12 +78,12 @@ def test_a_folder_without_a_model_is_refused_with_what_it_lacks_and_what_to_give
         status, _, err = kvstore("demo", "--model", tmp_path)
         words = " ".join(err.split())
         assert (status, "make real-model" in words) == (2, True)
-        assert f"model='{tmp_path}': {absent} there: give a folder" in words
+        assert f"model='{tmp_path}': {absent} there: give a transformers model" in words
 
 
 def test_a_prompt_longer_than_the_model_takes_is_refused() -> None:
     check_model(MODEL, 900)
-    with pytest.raises(InvalidRequestError, match="960 at most"):
+    with pytest.raises(InvalidRequestError, match="at most 960"):
         check_model(MODEL, 1000)
 
 

@@ -86,6 +86,8 @@ def test_doctor_finds_a_machine_that_can_serve_in_order(
     row = found[f"disk {folder}"]
     assert (status, row["state"], "give at most" in row["fix"]) == (1, "fail", True)
     assert not folder.exists()
+    row = doctor("--tiers", "cpu", "--redis", "redis://127.0.0.1:1")[1]["tiers"]
+    assert (row["saw"], row["fix"]) == ("redis_url has no effect", "add redis to --tiers")
 
 
 def test_doctor_names_what_would_fail_and_what_to_do(doctor: Look) -> None:
@@ -308,6 +310,6 @@ def test_the_end_of_certificates_and_of_authorities_is_told_before_and_after(
     assert status == 1
     assert rows["authority of clients"]["state"] == "ok", "one that is valid will do"
     assert rows["authority of peers"]["saw"] == "expired 1 days ago"
-    assert "by itself" in rows["authority of peers"]["fix"]
+    assert "reloads it" in rows["authority of peers"]["fix"]
     assert rows["authority of Redis"]["state"] == "fail"
     assert "--redis-tls-ca" in rows["authority of Redis"]["fix"]

@@ -78,7 +78,7 @@ def test_other_identities_are_printed_by_what_differs_those_of_the_same_tokens_f
     status, out, _ = explain(*argv)
     assert status == 0
     assert "hit: 0 of 4 chunks" in out
-    assert "layer_groups[0].dtype differs: float16 stored, bfloat16 requested" in out
+    assert "layer_groups[0].dtype differs: stored float16, requested bfloat16" in out
     found = as_json(explain, *argv)
     assert [chunk["state"] for chunk in found["chunks"]] == ["other_identity"] * 4
     assert found["near"][0]["differences"] == [
@@ -98,7 +98,7 @@ def test_recent_misses_are_printed_with_what_engines_counted(
     server: LocalServer, explain: Kvstore
 ) -> None:
     status, out, _ = explain("--recent", "5")
-    assert (status, out.startswith("nothing")) == (0, True)
+    assert (status, out.startswith("no misses")) == (0, True)
     client = server.connect(options=ClientOptions("auto", 16, DEADLINE_MS, name="engine-7"))
     engine = PlainEngine(client)
     engine.load(tokens(3, 64))
@@ -148,7 +148,7 @@ def test_a_question_that_cannot_be_asked_exits_with_2(
         (["--keys", key, "--namespace", "11"], "at least 4"),
         (["--tokens", prompt, "--namespace", space, "--chunk-tokens", "3"], "chunk_tokens"),
         (["--tokens", prompt, "--namespace", space, "--extra", "salt"], "extra"),
-        (["--tokens", short, "--namespace", space], "fewer than a chunk"),
+        (["--tokens", short, "--namespace", space], "at least one chunk"),
         (["--tokens", words, "--namespace", space], "only token ids"),
         (["--tokens", tmp_path / "none", "--namespace", space], "No such file"),
         (["--tokens", prompt, "--model-representation", prompt], "model_representation"),
@@ -206,9 +206,9 @@ def test_keys_and_namespaces_are_taken_as_logged_and_by_any_digits_that_begin_on
         assert [chunk["state"] for chunk in found["chunks"]] == ["ready", "unknown"]
     store(server.connect(representation=other_revision(SMALL)), 1, 1)
     for argv, word in (
-        (("--keys", digest[:7]), "stands for several"),
-        (("--namespace", "0" * 31, "--keys", digest), "begins none"),
-        (("--namespace", space[:8], "--keys", "0" * 31), "begins no chunk"),
+        (("--keys", digest[:7]), "matches several"),
+        (("--namespace", "0" * 31, "--keys", digest), "no namespace begins"),
+        (("--namespace", space[:8], "--keys", "0" * 31), "no stored chunk begins"),
     ):
         status, _, err = explain(*argv)
         assert (status, word in err) == (2, True), err
@@ -224,6 +224,6 @@ def test_what_is_printed_into_a_pipe_has_whole_ids_one_row_a_line_and_no_lines_a
     named = [word for key in keys for word in ("--keys", key.hex())]
     shown = [explain(*argv)[1] for argv in (["--recent", "5"], named)]
     assert all(line.isascii() for line in shown)
-    assert f"model_revision: {SMALL.model_revision} stored, {'f' * 40} requested" in shown[0]
+    assert f"model_revision: {SMALL.model_revision} stored, {'f' * 40} asked" in shown[0]
     assert [key[DIGEST_BYTES:].hex() in shown[1] for key in keys] == [True, True]
     assert len(shown[1].splitlines()) == 2 + len(keys)

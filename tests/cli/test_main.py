@@ -253,10 +253,11 @@ def test_what_is_no_address_exits_with_2(kvstore: Kvstore) -> None:
 
 def test_status_of_a_server_that_is_not_there_exits_with_3(kvstore: Kvstore) -> None:
     address = f"127.0.0.1:{free_port()}"
-    run = kvstore("status", address)
-    assert (run.status, run.out) == (3, "")
-    assert is_one_sentence(run.err)
-    assert f"no kvstore-server answers at {address}" in run.err
+    for name in ("status", "bench"):
+        run = kvstore(name, "--address", address)
+        assert (run.status, run.out) == (3, "")
+        assert is_one_sentence(run.err)
+        assert f"no kvstore-server responds at {address}" in run.err
     assert "refused" in run.err
 
 

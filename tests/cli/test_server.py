@@ -167,7 +167,7 @@ def test_a_server_that_is_late_with_one_thing_is_not_said_to_be_away(server: Loc
         raise TierUnavailableError("redis", "connection refused")
     with socket.create_server(("127.0.0.1", 0)) as silent:
         address = f"127.0.0.1:{silent.getsockname()[1]}"
-        with pytest.raises(KVStoreError, match="no kvstore-server answers"):
+        with pytest.raises(KVStoreError, match="no kvstore-server responds"):
             call(address, "Status", 100)
 
 

@@ -76,7 +76,7 @@ def test_a_line_is_a_chain_of_blocks_or_a_prompt_of_segments(tmp_path: Path) -> 
     ]
     assert len(read_trace(write(tmp_path, BLOCKS, "", BLOCKS, "  "))) == 2
     assert "trace.jsonl" in complaint(tmp_path, "", " ")
-    assert "keep to one kind" in complaint(tmp_path, BLOCKS, SEGMENTS)
+    assert "use one kind" in complaint(tmp_path, BLOCKS, SEGMENTS)
     assert "hash_ids" in complaint(tmp_path, {"prompt": "hello"})
 
 

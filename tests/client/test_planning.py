@@ -214,6 +214,16 @@ def test_deadline_pressure_stops_refining_and_nothing_else() -> None:
     assert late.next_batch(late.plan(at(1e3)), [100] * 4, 1e9) == []
 
 
+def test_what_is_not_decoded_yet_delays_what_is_loaded_and_not_the_engine_beside_it() -> None:
+    wanted = PlanTerms(9.0, PrefillModel(0.0, 1e-4), 600 / 0.13, loads_first=False)
+    levels = (RECOMPUTE,) * 4 + (MISSING,) * 8 + (0,) * 4
+    progress = Progress([make_chunk()] * 16, wanted, levels, 0.1, 0.1)
+    assert progress.plan(at(1e9)).actions.count(RECOMPUTE) < 12
+    found = replace(progress, undecoded_bytes=4 * 600).plan(at(1e9))
+    assert found.actions.count(RECOMPUTE) == 12
+    assert found.ready_s == pytest.approx(0.1 + 4 * 0.13)
+
+
 def test_the_cautious_estimate_decides_how_fine_a_plan_is() -> None:
     chunks = [make_chunk((100, 200)), make_chunk((100, 200))]
     progress = new(chunks, terms(0.35, None))

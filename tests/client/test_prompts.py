@@ -201,7 +201,7 @@ def test_a_hybrid_model_has_a_tensor_for_each_group(server: LocalServer) -> None
     assert hit.tokens == 32  # a rest of eight tokens is left out
     assert np.array_equal(hit.kv[0], kv[0][..., :32, :])
     assert np.array_equal(hit.kv[1][..., 24:32, :], kv[1][..., 24:32, :])
-    with pytest.raises(LayoutMismatchError, match="kv="):
+    with pytest.raises(LayoutMismatchError, match="kv='ndarray': give a tensor for each of 2"):
         client.put(prompt, kv[0])
     prompt = tokens(2, 64)
     client.put(prompt, of_hybrid(64))
@@ -386,6 +386,11 @@ def test_words_of_a_get_or_put_that_cannot_be_are_refused(client: Client) -> Non
     for ttl in ttls:
         with pytest.raises(InvalidRequestError, match="ttl="):
             client.put(prompt, kv, ttl=ttl)
+    unsure: Any = "yes"
+    with pytest.raises(InvalidRequestError, match="durable='str'"):
+        client.put(prompt, kv, durable=unsure)
+    with pytest.raises(InvalidRequestError, match="durable='str'"):
+        client.put_layers(prompt, durable=unsure)
     for ttl in (*ttls, 0, 86_401, float(1 << 22)):
         with pytest.raises(InvalidRequestError, match="ttl="):
             client.pin(prompt, ttl=ttl)

@@ -66,7 +66,7 @@ def test_documents_are_found_behind_another_head_and_come_byte_by_byte(client: C
         variant = ["variant", "variant"]
         assert kinds(resolved) == [["none", "none"], variant, variant, []]
         wanted = [*keys_of(client, second), *keys_of(client, first)]
-        sizes = [one.asked.tokens for one in resolved.chunks()]
+        sizes = [one.wanted.tokens for one in resolved.chunks()]
         assert sizes == [16, 16, 16, 24]  # the last 8 tokens joined the chunk before them
         for key, size, found in zip(wanted, sizes, read(resolved), strict=True):
             assert equal(found, tensors_of(key, client.model, size))
@@ -87,8 +87,8 @@ def test_the_prompt_itself_and_a_shared_head_are_exact_and_need_no_gate(client: 
         assert not resolved.found.is_shadow
         keys = [key for segment in segments for key in keys_of(client, segment)]
         for key, one, found in zip(keys, resolved.chunks(), read(resolved), strict=True):
-            assert one.best.position == one.asked.start
-            assert equal(found, tensors_of(key, client.model, one.asked.tokens))
+            assert one.best.position == one.wanted.start
+            assert equal(found, tensors_of(key, client.model, one.wanted.tokens))
     with client.find_segments(*prompt_of(HEAD, OTHER, DOCUMENT), TRIAL) as resolved:
         assert kinds(resolved)[:2] == [["exact"], ["variant", "variant"]]
         assert resolved.found.exact_prefix == 1
@@ -181,8 +181,8 @@ def test_the_more_attention_left_a_chunk_the_more_of_it_is_recomputed(client: Cl
             seen = [
                 replace(
                     one,
-                    context=(ContextMass(b"c" * 16, 16, 0.9 * asked.asked.tokens),),
-                    intra_mass=0.1 * asked.asked.tokens,
+                    context=(ContextMass(b"c" * 16, 16, 0.9 * asked.wanted.tokens),),
+                    intra_mass=0.1 * asked.wanted.tokens,
                 )
                 for one, asked in zip(report.chunks, resolved.chunks(), strict=True)
             ]
@@ -201,7 +201,7 @@ def test_reports_are_what_priorities_come_from(client: Client) -> None:
             assert list(one.priority) == sorted(one.priority)
             assert (one.priority[0], one.priority[-1]) == (0, 255)
             assert one.best.reports == 1
-            assert one.best.deviation == pytest.approx((one.asked.tokens - 1) / 2)
+            assert one.best.deviation == pytest.approx((one.wanted.tokens - 1) / 2)
 
 
 def test_good_trials_open_the_gate_of_their_tag_alone(server: LocalServer) -> None:
@@ -387,7 +387,7 @@ def test_ranges_beyond_the_prompt_are_refused_before_anything_is_sent(
     for ranges in wrong:
         with pytest.raises(InvalidRequestError, match="segments"):
             client.find_segments(tokens(1, 40), ranges)
-    with pytest.raises(InvalidRequestError, match="start below stop"):
+    with pytest.raises(InvalidRequestError, match="start < stop"):
         SegmentRange(5, 5)
 
 
@@ -446,7 +446,7 @@ def _resolved(reader: Client) -> SegmentMatch:
 
 def _rooms(chunks: Sequence[FoundChunk], model: Model) -> list[ChunkTensors]:
     rooms: list[ChunkTensors] = [
-        empty_tensors(KVLayout.of(model, one.asked.tokens)) for one in chunks
+        empty_tensors(KVLayout.of(model, one.wanted.tokens)) for one in chunks
     ]
     for room in rooms:
         for parts in room[0]:
@@ -468,8 +468,8 @@ def _assert_right(
 ) -> None:
     """Fail unless *kept* rows are those that were put and the others as they were."""
     key = ChunkKey(reader.namespace + chunk.best.digest)
-    wanted = tensors_of(key, reader.model, chunk.asked.tokens)
-    others = [row for row in range(chunk.asked.tokens) if row not in kept]
+    wanted = tensors_of(key, reader.model, chunk.wanted.tokens)
+    others = [row for row in range(chunk.wanted.tokens) if row not in kept]
     for layer, right in zip(room[0], wanted[0], strict=True):
         for part, values in zip(layer, right, strict=True):
             assert np.array_equal(part[:, kept], values[:, kept])
@@ -486,12 +486,12 @@ def test_rows_that_are_left_out_are_not_sent_and_stay_as_they_were_and_the_other
         whole = server.counter("get_bytes") - before
         chunks, rooms, layers = _read(resolved, reader, SKIPPED)
         cut = server.counter("get_bytes") - before - whole
-        assert [one.asked.tokens for one in chunks] == [16, 24, 16, 16]
+        assert [one.wanted.tokens for one in chunks] == [16, 24, 16, 16]
         assert [layer.id for layer in layers] == [0, 1, 2, 3]
         assert {len(layer.tensors) for layer in layers} == {4}
         for place, (chunk, room) in enumerate(zip(chunks, rooms, strict=True)):
-            kept = SKIPPED.kept(place, chunk.asked.tokens)
-            rows = range(chunk.asked.tokens) if kept is None else kept.tolist()
+            kept = SKIPPED.kept(place, chunk.wanted.tokens)
+            rows = range(chunk.wanted.tokens) if kept is None else kept.tolist()
             _assert_right(reader, chunk, room, list(rows))
     assert server.settled().leases == 0
     row_bytes = 4 * 2 * 4 * 64 * 2  # layers, parts, heads, their width, an item

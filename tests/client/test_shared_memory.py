@@ -261,6 +261,9 @@ def test_views_show_what_was_put_where_it_lies_and_cannot_be_written_to(client: 
             assert tensor.dtype is torch.bfloat16
             assert (tensor.data_ptr(), tensor.shape) == (shown.ctypes.data, shown.shape)
             assert np.array_equal(tensor.view(torch.int16).numpy(), shown.view(np.int16))
+        for none in (-1, 9):
+            with pytest.raises(InvalidRequestError, match=f"index={none}: the chunk has"):
+                view.torch_layer(none)
 
 
 def test_chunks_on_disk_and_of_a_released_lease_have_no_view(

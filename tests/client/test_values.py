@@ -15,7 +15,7 @@ from helpers.pages import AXES, engine_pages, rows_of
 from helpers.prompts import SMALL, equal, store, tokens
 from helpers.shards import TWO_GROUPS, WIDE
 
-from kvstore.client import Chunk, Client, ClientOptions, PagedCache, PlannedChunk, Shard
+from kvstore.client import Access, Chunk, Client, ClientOptions, PagedCache, PlannedChunk, Shard
 from kvstore.client.chunk import arrays_of, dtype_of, to_array, to_torch
 from kvstore.client.chunk_puts import layout_of
 from kvstore.client.paged_cache import page_axes
@@ -48,6 +48,7 @@ UNUSABLE: list[tuple[str, list[Any], str]] = [
     ("deadline_ms", [600_001], "at most 600000"),
     ("name", ["half \ud800", 7], PRINTABLE),
     ("tenant", ["\udfff"], PRINTABLE),
+    ("shard", [(0, 2)], "give a Shard, such as Shard.of_rank's"),
     ("staging_bytes", [0], POSITIVE),
     ("retry_after_ms", [0], POSITIVE),
     ("copy_threads", [0], POSITIVE),
@@ -60,6 +61,32 @@ def test_unusable_option_is_refused_by_name() -> None:
             with pytest.raises(InvalidRequestError) as caught:
                 ClientOptions(**{field: value})
             assert (caught.value.field, str(caught.value)) == (field, f"{field}={value!r}: {fix}")
+
+
+def test_options_and_access_of_another_kind_are_refused_by_name() -> None:
+    given: Any = {"deadline_ms": 5}
+    with pytest.raises(InvalidRequestError, match="options='dict': give ClientOptions"):
+        Client("127.0.0.1:1", MODEL, given)
+    token: Any = "secret"
+    with pytest.raises(InvalidRequestError, match=r"access='str': give Access"):
+        ClientOptions(access=token)
+
+
+def test_a_folder_of_assets_may_be_a_string() -> None:
+    nowhere: Any = "/nowhere"
+    with pytest.raises(InvalidRequestError, match="/nowhere"):
+        Client("127.0.0.1:1", MODEL, ClientOptions(assets=nowhere))
+
+
+def test_files_without_certificates_are_refused_by_name(tmp_path: Path) -> None:
+    """gRPC said of them that the address list was empty."""
+    text = tmp_path / "text"
+    for words in ("", "no certificate"):
+        text.write_text(words)
+        given: list[tuple[str, Any]] = [("ca", {"ca": text}), ("cert", {"cert": text, "key": text})]
+        for name, files in given:
+            with pytest.raises(InvalidRequestError, match=f"{name}='{text}': give certificates"):
+                Client("127.0.0.1:1", MODEL, ClientOptions(access=Access(**files)))
 
 
 def test_addresses_of_hosts_and_of_grpc_are_taken_and_others_refused(tmp_path: Path) -> None:
@@ -211,6 +238,9 @@ def test_axes_that_make_no_sense_are_refused() -> None:
     ):
         with pytest.raises(LayoutMismatchError, match=message):
             page_axes(names)
+    unwritten: Any = ("block", "dim")
+    with pytest.raises(LayoutMismatchError, match=r"axes=.*: give one string"):
+        page_axes(unwritten)
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.bfloat16) -> torch.Tensor:

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 import json
+import os
 import random
+import select
 import threading
+from contextlib import closing, suppress
+from functools import partial
 from pathlib import Path
 
 import pytest
 from conftest import ProcessMaker
 from helpers.local_server import DEADLINE_MS, eventually
 from helpers.prompts import SMALL, assert_reads, chunks_of, keys_of, store
+from helpers.redis_process import free_port
 from helpers.server_process import ServerProcess
 
 from kvstore.cli.__main__ import main
@@ -18,8 +23,10 @@ from kvstore.cli.server import fetch_status
 from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
 from kvstore.cli.trace import record, replay_trace
 from kvstore.client import Client, ClientOptions
+from kvstore.client.connection import Connection
 from kvstore.client.options import TransportName
-from kvstore.proto.errors import KVStoreError
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import KVStoreError, LeaseExpiredError
 from kvstore.proto.types import ChunkKey, PutOutcome
 
 OPTIONS = ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS, retry_after_ms=20)
@@ -83,6 +90,56 @@ def test_server_of_memory_alone_stops_clean_unless_it_loses_something(
         assert client.drain() is (stored == 0)
     assert process.terminate() == 0
     assert process.output.endswith(f"stopped clean={str(stored == 0).lower()}\n")
+
+
+def test_a_log_that_nobody_reads_holds_up_no_call_and_its_next_line_counts_what_was_lost(
+    server_process: ProcessMaker, tmp_path: Path
+) -> None:
+    os.mkfifo(tmp_path / "log")
+    log = os.open(tmp_path / "log", os.O_RDWR | os.O_NONBLOCK)
+    process = server_process("--tiers", "cpu", "--cpu", "16MiB", "--log-level", "info")
+    process.launcher = ["sh", "-c", f'exec "$0" "$@" 2>{tmp_path / "log"}']
+    process.start()
+    with closing(Connection(process.address, DEADLINE_MS)) as connection:
+
+        def be_refused() -> None:
+            with pytest.raises(LeaseExpiredError):
+                connection.call("Lookup", pb.LookupRequest(), DEADLINE_MS, pb.LookupResponse)
+
+        with suppress(BlockingIOError):
+            while os.write(log, b"\n" * select.PIPE_BUF):
+                pass
+        for _ in range(3):
+            be_refused()
+        os.read(log, 1 << 20)
+        be_refused()
+    assert process.terminate() == 0
+    assert b"lost=3" in os.read(log, 1 << 20)
+    os.close(log)
+
+
+@pytest.mark.parametrize("closed", ["<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
+def test_a_server_runs_without_its_standard_streams(
+    server_process: ProcessMaker, closed: str
+) -> None:
+    process = server_process("--tiers", "cpu", "--cpu", "16MiB")
+    process.port = free_port()
+    process.launcher = ["sh", "-c", f'exec "$0" "$@" {closed}']
+    process.spawn()
+    assert eventually(partial(is_served, process.address))
+    assert process.terminate() == 0
+
+
+def test_a_setting_of_a_tier_that_is_not_used_is_in_the_log(server_process: ProcessMaker) -> None:
+    process = server_process("--tiers", "cpu", "--disk", "1GiB", "--log-level", "warning")
+    process.start()
+    assert "add disk to --tiers, or leave --disk out" in process.errors
+
+
+def is_served(address: str) -> bool:
+    with suppress(KVStoreError):
+        return fetch_status(address).state == "serving"
+    return False
 
 
 # --- traces

@@ -91,9 +91,9 @@ def report_of(resolved: SegmentMatch, shadow: ShadowResult | None = None) -> Reu
         ChunkReport(
             one.best.digest,
             layer=1,
-            deviations=np.arange(one.asked.tokens, dtype="<f2").tobytes(),
-            selected=bytes(-(-one.asked.tokens // 8)),
-            query_attention=bytes(range(one.asked.tokens)),
+            deviations=np.arange(one.wanted.tokens, dtype="<f2").tobytes(),
+            selected=bytes(-(-one.wanted.tokens // 8)),
+            query_attention=bytes(range(one.wanted.tokens)),
         )
         for one in resolved.chunks()
     )

@@ -10,6 +10,7 @@ from typing import Any
 import grpc
 import numpy as np
 import pytest
+import torch
 from contracts.chunks import make_representation
 from golden.samples import FOLDER, REPRESENTATION, template, vectors
 from golden.strategies import chunk_infos, layouts, representations
@@ -98,6 +99,7 @@ INCOMPLETE: list[Row] = [
     (GROUP, "kv_heads", 0, "give a positive count"),
     (GROUP, "kv_heads", 1 << 24, "positive count"),
     (GROUP, "head_dim", -1, "positive count"),
+    (GROUP, "head_dim", 2.5, "a whole number below 2^24"),
     (GROUP, "window_tokens", 5, "positive for window layers, else 0"),
     (replace(GROUP, kind=LayerKind.window, window_tokens=9), "window_tokens", 0, "positive"),
     (ROPE, "scaling", "", "name the rule"),
@@ -119,9 +121,21 @@ def test_incomplete_identity_is_refused_with_field_value_and_fix() -> None:
         DType.parse("int4")
 
 
-def test_dtypes_are_found_under_torchs_names() -> None:
-    for name in [dtype.name for dtype in DType]:
-        assert DType.parse(name) is DType.parse(f"torch.{name}") is DType[name]
+def test_dtypes_are_found_under_the_names_and_dtypes_of_torch_and_numpy() -> None:
+    for dtype in DType:
+        for name in (dtype.name, f"torch.{dtype.name}", dtype, getattr(torch, dtype.name)):
+            assert DType.parse(name) is dtype
+    for numpys in (np.float16, np.dtype(np.float16)):
+        assert DType.parse(numpys) is DType.float16
+
+
+def test_a_uniform_model_is_of_counts_and_a_dtype() -> None:
+    sizes: dict[str, Any] = {"layers": 2, "kv_heads": 2, "head_dim": 8, "dtype": torch.bfloat16}
+    found = Model.uniform("m", "8f2c1d4", **sizes)
+    assert found == Model.uniform("m", "8f2c1d4", **{**sizes, "dtype": "bfloat16"})
+    for field, value in (("layers", "4"), ("head_dim", 2.5), ("dtype", None)):
+        with pytest.raises(ModelError, match=f"{field}="):
+            Model.uniform("m", "8f2c1d4", **{**sizes, field: value})
 
 
 def test_numbers_in_frames_have_not_changed() -> None:

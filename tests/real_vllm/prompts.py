@@ -61,7 +61,7 @@ class Pair:
         return self.same(*prompts, **arguments)
 
     def count(self, name: str) -> int:
-        return int(self.engine.ask("counts").get(name, 0))
+        return int(self.engine.request("counts").get(name, 0))
 
     def close(self) -> None:
         for one in (self.engine, self.oracle):

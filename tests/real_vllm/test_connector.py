@@ -119,7 +119,7 @@ def test_a_release_that_the_connector_is_not_written_for_is_named_beside_those_i
     monkeypatch: pytest.MonkeyPatch, installed: str, is_known: bool
 ) -> None:
     monkeypatch.setattr("vllm.__version__", installed)
-    said = f"kvstore is written for vLLM 0.26 to 0.33, not {installed}"
+    said = f"kvstore supports vLLM 0.26 to 0.33, not {installed}"
     assert vllm_versions.untested() == ("" if is_known else said)
 
 
@@ -133,7 +133,7 @@ def test_a_model_whose_loads_fail_as_a_whole_is_refused_where_vllm_cannot_be_tol
     for specs in ((plain, plain), (window,)):
         shape = shape_of(config, cache_config(*specs))
         monkeypatch.setattr(vllm_versions, "TransferResults", None)
-        with pytest.raises(ModelError, match=r"kv_cache_groups.*0\.30 does"):
+        with pytest.raises(ModelError, match=r"kv_cache_groups.*0\.30 can"):
             vllm_versions.check_loads_can_fail(shape)
         monkeypatch.setattr(vllm_versions, "TransferResults", object)
         vllm_versions.check_loads_can_fail(shape)

@@ -63,7 +63,7 @@ def test_requests_given_up_while_they_load_harm_nothing(pair: Pair) -> None:
     pair.same(*prompts)
     for steps in range(6):
         pair.engine.fresh()
-        assert pair.engine.ask("abort", prompts=prompts, steps=steps) == 0
+        assert pair.engine.request("abort", prompts=prompts, steps=steps) == 0
     assert pair.again(*prompts) == [384] * 4
 
 
@@ -121,13 +121,13 @@ def test_a_server_killed_and_gone_is_a_miss_until_it_is_back(
     assert pair.again(*prompts) == [0] * 8
     assert pair.same(prompt(90, 300)) == [0]
     store.start()
-    assert eventually(lambda: pair.again(*prompts) == [256] * 8), pair.engine.ask("counts")
+    assert eventually(lambda: pair.again(*prompts) == [256] * 8), pair.engine.request("counts")
 
 
 def test_after_its_caches_are_reset_an_engine_loads_nothing_older(pair: Pair) -> None:
     one = prompt(120, 300)
     pair.same(one)
-    assert pair.engine.ask("settle")
-    assert pair.engine.ask("reset", reset_connector=True)
+    assert pair.engine.request("settle")
+    assert pair.engine.request("reset", reset_connector=True)
     assert pair.same(one) == [0]
     assert pair.again(one) == [256], "what is computed after it is loaded again"

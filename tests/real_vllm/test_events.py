@@ -82,7 +82,7 @@ def test_routers_learn_what_the_store_holds_and_what_it_lost(
     engine.generate(PROMPT)
     stepped(engine)
     stored = router.hears(BlockStored, "STORAGE", CHUNKS, 30.0)
-    assert stored, engine.ask("counts")
+    assert stored, engine.request("counts")
     assert [len(one.block_hashes) for one in stored] == [CHUNK_TOKENS // BLOCK_TOKENS] * CHUNKS
     assert [token for one in stored for token in one.token_ids] == PROMPT[: CHUNKS * CHUNK_TOKENS]
     assert {(one.locality, one.group_idx) for one in stored} == {("REMOTE", 0)}
@@ -110,7 +110,7 @@ def test_routers_learn_what_the_store_holds_and_what_it_lost(
         engine.generate(PROMPT)
         return bool(router.hears(BlockRemoved, "STORAGE", 1))
 
-    assert eventually(is_missed), engine.ask("counts")
+    assert eventually(is_missed), engine.request("counts")
     removed = [name for one in router.known(BlockRemoved, "STORAGE") for name in one.block_hashes]
     assert removed == [name for one in stored for name in one.block_hashes]
 

@@ -73,9 +73,9 @@ def test_a_hybrid_load_that_lost_a_chunk_is_computed_as_a_whole(
     hybrid.same(*prompts)
     hybrid.engine.fresh()
     before = hybrid.count("worker_lost_chunks")
-    assert hybrid.engine.ask("lose", chunks=3) is True
+    assert hybrid.engine.request("limit_loads", chunks=3) is True
     found = hybrid.same(*prompts)
-    assert hybrid.engine.ask("lose", chunks=0) is True
+    assert hybrid.engine.request("limit_loads", chunks=0) is True
     assert hybrid.count("worker_lost_chunks") > before
     assert found == [0] * 4
     assert hybrid.again(*prompts) == [256] * 4

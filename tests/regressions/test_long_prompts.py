@@ -128,7 +128,7 @@ def test_vllm_44780_a_prompt_longer_than_one_request_is_blended_to_its_end(
                 count[head[0]] = (len(found), sum(one.is_exact for one in found))
                 for one, tensors in zip(found, read(resolved), strict=True):
                     key = chunk_key(client.namespace, one.best.digest)
-                    assert equal(tensors, tensors_of(key, TINY, one.asked.tokens))
+                    assert equal(tensors, tensors_of(key, TINY, one.wanted.tokens))
                 report = report_of(resolved, shadowed())
                 report = replace(report, tag=transport, ratio=resolved.found.gate.ratio)
                 shadows = client.report_reuse(report).shadows

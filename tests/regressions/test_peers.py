@@ -79,8 +79,8 @@ def test_lmcache_4817_much_of_a_burst_is_dropped(lmcache: LMCache, tmp_path: Pat
     """Pain 3: what is stored faster than its eviction keeps up is gone, without an error to who
     stored it. What must hold here: test_room.py, and the burst of bench.local."""
     with serving(lmcache, tmp_path / "files") as server, server.client(1000) as client:
-        client.ask(f"store 0 {BURST_CHUNKS}")
-        read = client.ask(f"read {BURST_CHUNKS} 0")
+        client.request(f"store 0 {BURST_CHUNKS}")
+        read = client.request(f"read {BURST_CHUNKS} 0")
     assert read["reads"] == BURST_CHUNKS
     # How many is a matter of who gets how much of the machine: a third of them on a busy one.
     assert read["delivered"] < 0.9 * BURST_CHUNKS
@@ -90,7 +90,7 @@ def test_lmcache_4676_a_server_that_hangs_is_waited_for(lmcache: LMCache, tmp_pa
     """Pain 7: its server is stopped, and a client that was connected waits on: ten seconds and
     more. What must hold here: test_time.py."""
     with serving(lmcache, tmp_path / "files") as server, server.client(1000) as client:
-        assert client.ask("store 0 4")["stored"] == 4
+        assert client.request("store 0 4")["stored"] == 4
         stopped = [
             child
             for child in psutil.Process().children(recursive=True)
@@ -99,7 +99,7 @@ def test_lmcache_4676_a_server_that_hangs_is_waited_for(lmcache: LMCache, tmp_pa
         for process in stopped:
             process.send_signal(signal.SIGSTOP)
         try:
-            client.tell("read 4 0")
+            client.send("read 4 0")
             answers = client.process.stdout
             assert answers is not None
             assert select.select([answers], [], [], PATIENCE_S)[0] == []

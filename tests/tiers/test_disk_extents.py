@@ -79,6 +79,24 @@ def test_an_extent_is_refused_to_other_tenants_and_by_unknown_numbers(tier: Disk
         tier.extent_file(1 - place.number, "a")  # nobody's yet
 
 
+def test_a_removed_extent_takes_nothing_more_and_what_it_has_is_read_by_the_server_alone(
+    tier: DiskTier,
+) -> None:
+    info = put_for(tier, "a", 1)
+    tier.flush()
+    number = place_of(tier, info).number
+    tier._files.by_number[number].path.unlink()
+    with pytest.raises(TierUnavailableError, match=r"it was removed .* restart the server"):
+        tier.flush()
+    with pytest.raises(InvalidRequestError, match="look the chunk up anew"):
+        tier.extent_file(number, "a")
+    assert tier.file_place(info.key) is None, "who looks it up anew is not sent there again"
+    assert_holds(tier, info, bytes_of(info))
+    with pytest.raises(TierUnavailableError, match="it was removed"):
+        put_for(tier, "a", 2)
+    assert "restart the server" in tier.write_error
+
+
 def test_tenants_share_no_extent(tier: DiskTier) -> None:
     ours = [put_for(tier, "a", seed) for seed in range(3)]
     theirs = [put_for(tier, "b", seed) for seed in range(10, 13)]

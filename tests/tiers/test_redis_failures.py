@@ -352,9 +352,10 @@ def test_frame_that_the_server_does_not_take_is_given_up_in_time(
     tier.write(reservation, payload(3, info.size_bytes))
     with redis.frozen():
         started = time.monotonic()
-        with pytest.raises(TierUnavailableError, match="no answer in time"):
+        with pytest.raises(TierUnavailableError, match="no answer in time") as error:
             tier.seal(reservation)
         assert time.monotonic() - started < 2
+    assert "raise --redis-timeout-ms" in str(error.value)
     assert get(tier, info) is None
 
 

@@ -112,7 +112,7 @@ class ServerArgsDigest:
         digest = blake3()
         for path in self.adapters:
             if not Path(path).is_dir():
-                fix = "its files are not in a folder here: give adapter_digest in the extra config"
+                fix = "its files are not in a local folder: give adapter_digest in the extra config"
                 raise ModelError("lora_paths", path, fix)
             digest.update(shared.files_digest(shared.adapter_files(path)))
         return digest.hexdigest()
@@ -159,7 +159,7 @@ class RankInfo:
         total = model_heads or heads * self.tp_size
         is_even = not (total % self.tp_size and self.tp_size % total)
         if not is_even or heads != max(1, total // self.tp_size):
-            fix = f"{self.tp_size} ranks have {heads} of them each"
+            fix = f"each of {self.tp_size} ranks has {heads}"
             raise ModelError("kv_heads", total, fix)
         return total
 
@@ -193,11 +193,11 @@ class PageSettings(EngineSettings):
         weights = shared.weights_of(path, given["model_revision"], engine.commit)
         found = cls(**given, weights=weights, engine=engine)
         if found.kv_heads < 0:
-            raise InvalidRequestError("kv_heads", found.kv_heads, "give the model's number of them")
+            raise InvalidRequestError("kv_heads", found.kv_heads, "give the model's number")
         if least_of(found.accuracy) is not Accuracy.exact:
             fix = (
-                "use exact: SGLang does not say behind which page one was computed, so what is "
-                "computed behind a lossy page would be stored as exact"
+                "use exact: SGLang does not report which pages one was computed after, so KV "
+                "computed after a lossy page would be stored as exact"
             )
             raise InvalidRequestError("accuracy", found.accuracy, fix)
         return replace(found, adapter_digest=engine.adapter_digest(found.adapter_digest))
@@ -232,12 +232,12 @@ def kv_model(pool: HostPool, rank: RankInfo, settings: PageSettings) -> Model:
     in_buffer = sum(part.nbytes for layers in views for parts in layers for part in parts)
     page_bytes = _flat_page(pool, type(pool).__name__).nbytes
     if in_buffer != page_bytes:  # such as pools that keep scales elsewhere
-        fix = f"a page is {page_bytes} bytes, and {in_buffer} lie in its buffer"
+        fix = f"a page has {page_bytes} bytes, but {in_buffer} in its buffer"
         raise ModelError("host pool", type(pool).__name__, fix)
     dtype, quantization = dtype_of(pool.kv_buffer), "none"
     if dtype is DType.uint8:  # SGLang keeps every kind of fp8 as bytes
         if not settings.engine.kv_cache_dtype:
-            fix = "nobody says of what type its bytes are: this engine's arguments are not known"
+            fix = "the type of its bytes is unknown without this engine's arguments"
             raise ModelError("dtype", dtype.name, fix)
         quantization = f"bytes-of:{settings.engine.kv_cache_dtype}"
     kind, heads = LayerKind.mla, 1
@@ -266,7 +266,7 @@ def _flat_page(pool: HostPool, name: str) -> torch.Tensor:
     try:
         page: torch.Tensor = pool.get_dummy_flat_data_page()
     except (NotImplementedError, AttributeError) as error:
-        fix = f"only pools whose pages can be had as flat tensors: {error}"
+        fix = f"its pages are not available as flat tensors: {error}"
         raise ModelError("host pool", name, fix) from None
     return page
 

@@ -176,7 +176,7 @@ def _rotation(model: Any, origin: Origin, head_dim: int) -> RopeSpec:
     wanted = [] if named is None else [*named.frequencies, named.gain]
     numbers = [*own.frequencies, own.gain]
     if len(numbers) != len(wanted) or not np.allclose(numbers, wanted, _TABLE_TOLERANCE, 0.0):
-        fix = "the model's tables are others: load it with dtype=, do not cast it"
+        fix = "the model's tables differ: load it with dtype=, do not cast it"
         raise ModelError("rope", origin.rope, fix)
     return own
 

@@ -186,14 +186,14 @@ class CacheShape:
         tokens, states = [], []
         for index, layer in enumerate(cache.layers):
             if type(layer) not in (*_TOKENS, *_STATES, *_EMPTY):
-                fix = "layers that this version knows keep every token, a window or a state"
+                fix = "supported layers keep every token, a window or a state"
                 raise ModelError(f"layers[{index}]", type(layer).__name__, fix)
             if type(layer) in _TOKENS:
                 tokens.append(_token_shape(index, layer))
             if type(layer) in _STATES:
                 states.append(_state_shape(index, layer))
         if not tokens:
-            fix = "a cache of states alone does not tell how many tokens it has seen"
+            fix = "a cache of states only has no token count"
             raise ModelError("cache", "states only", fix)
         return cls(len(cache.layers), tuple(tokens), tuple(states))
 
@@ -430,7 +430,7 @@ def new_cache(
     if not is_static:
         return DynamicCache(config=config)
     if shape.has_ends:
-        fix = "a static cache of windows or states goes round: its ends cannot be taken out"
+        fix = "a static cache of windows or states is a ring: its ends cannot be copied"
         raise InvalidRequestError("cache_implementation", "static", fix)
     more = settings.max_new_tokens or (settings.max_length or prompt_tokens) - prompt_tokens
     return StaticCache(config=config, max_cache_len=prompt_tokens + max(1, more))

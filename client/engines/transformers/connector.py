@@ -132,7 +132,7 @@ class TransformersConnector(Connector):
         """Return the least accuracy that a call reads; *accuracy* None: the connector's."""
         least = self.least if accuracy is None else least_of(accuracy)
         if self._shape.has_ends and least is not Accuracy.exact:
-            fix = "use exact: of models that keep windows or states no lossy copy is read"
+            fix = "use exact: models that keep windows or states read no lossy copies"
             raise InvalidRequestError("accuracy", accuracy, fix)
         return least
 
@@ -202,6 +202,8 @@ class TransformersConnector(Connector):
         for a cache of another kind.
         """
         shape = self._shape
+        if not isinstance(cache, Cache):
+            raise ModelError("cache", type(cache).__name__, "give one of this model")
         tokens = generation.prompt_of(input_ids, self._model.device)[: cache.get_seq_length()]
         if not tokens:
             return 0
@@ -282,7 +284,7 @@ class TransformersConnector(Connector):
         began_s = time.monotonic()
         if not isinstance(self._model, GenerationMixin):
             name = type(self._model).__name__
-            raise InvalidRequestError("model", name, "give one that generates")
+            raise InvalidRequestError("model", name, "give a model that generates")
         if deadline_ms is None:
             deadline_ms = self._deadline_ms
         within = generation.checked_deadline(deadline_ms)
@@ -290,6 +292,7 @@ class TransformersConnector(Connector):
         passed = {name: settings.pop(name) for name in generation.PASSED if name in settings}
         stated = generation.settings_of(self._model, config, settings)
         ids, mask = generation.inputs_of(input_ids, attention_mask, self._model.device)
+        mask = generation.mask_of(ids, stated) if mask is None else mask
         prompts = generation.prompts_of(ids, mask)
         # Padding common to all rows is cut off, but these include it, as in the model's generate.
         padding = ids.shape[1] - max(map(len, prompts))
@@ -299,8 +302,13 @@ class TransformersConnector(Connector):
         weights = self._watch.current()
         call = Call(weights.named(extra), weights, allowed, stated, passed, within, began_s)
         if len(prompts) == 1:
-            return self._generate_one(prompts[0], ids[:, -len(prompts[0]) :], call)
-        return self._generate_batch(ids, mask, prompts, call)
+            done = self._generate_one(prompts[0], ids[:, padding:], call)
+        else:
+            done = self._generate_batch(ids, mask, prompts, call)
+        # As the model returns it: with the padding that was cut off above.
+        padded: Any = torch.cat([ids[:, :padding], done.output.sequences], dim=1)
+        done.output.sequences = padded
+        return done
 
     def _generate_one(self, tokens: Sequence[int], ids: Tensor, call: Call) -> Generation:
         shape = self._shape
@@ -383,9 +391,6 @@ class TransformersConnector(Connector):
                 tokens = generation.until_end(generated, len(one.tokens), settings)
                 self._save_new(one, tokens, self._reader(cache, (), row, first))
                 self._compare(one)
-        # As the model returns it: with the common padding that was cut off above.
-        padded: Any = torch.cat([ids[:, :-width], output.sequences], dim=1)
-        output.sequences = padded
         hits = tuple(one.prefix.hit_tokens for one in loaded)
         return Generation(output, sum(hits), hits)
 

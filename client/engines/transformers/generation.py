@@ -30,7 +30,7 @@ from kvstore.client.engines.transformers.cache import CacheShape, Held, length
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.codecs.base import Importance
 from kvstore.proto.blend import ReuseReport, accuracy_tag
-from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.errors import InvalidRequestError, is_whole
 
 PASSED = (
     "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria", "streamer", "tokenizer",
@@ -76,10 +76,10 @@ def _whole_numbers(name: str, given: Any, device: torch.device) -> Tensor:
     try:
         found = torch.as_tensor(given, device=device)
     except (TypeError, ValueError, RuntimeError) as error:
-        fix = f"give a tensor, lists of one length or what the tokenizer returned: {error}"
+        fix = f"give a tensor, lists of one length or a tokenizer's output: {error}"
         raise InvalidRequestError(name, type(given).__name__, fix) from None
     if found.is_floating_point() or found.is_complex():
-        raise InvalidRequestError(name, str(found.dtype), "give whole numbers: token ids")
+        raise InvalidRequestError(name, str(found.dtype), "give integers: token ids")
     return (found[None] if found.ndim == 1 else found).long()
 
 
@@ -117,14 +117,25 @@ def prompts_of(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
 
 def until_end(tokens: Sequence[int], start: int, settings: GenerationConfig) -> Sequence[int]:
     """Return *tokens* up to the first end token from *start* on: padding follows it."""
-    given: Any = settings.eos_token_id
-    ends = [] if given is None else torch.as_tensor(given, device="cpu").reshape(-1).tolist()
+    ends = _ends(settings)
     return next((tokens[:at] for at in range(start, len(tokens)) if tokens[at] in ends), tokens)
+
+
+def mask_of(ids: Tensor, settings: GenerationConfig) -> Tensor | None:
+    """Return the mask that the model infers of *ids* where none is given; None: all are tokens."""
+    pad: Any = settings.pad_token_id
+    return None if pad is None or pad in _ends(settings) else ids.ne(pad).long()
+
+
+def _ends(settings: GenerationConfig) -> list[int]:
+    given: Any = settings.eos_token_id
+    ends: Any = [] if given is None else torch.as_tensor(given, device="cpu").reshape(-1).tolist()
+    return list(ends)
 
 
 def checked_deadline(deadline_ms: int) -> int:
     """Return *deadline_ms*. Raises InvalidRequestError if out of range."""
-    if not 0 <= deadline_ms <= MAX_DEADLINE_MS:
+    if not is_whole(deadline_ms) or not 0 <= deadline_ms <= MAX_DEADLINE_MS:
         raise InvalidRequestError("deadline_ms", deadline_ms, f"give 0 to {MAX_DEADLINE_MS}")
     return deadline_ms
 
@@ -145,19 +156,30 @@ def settings_of(
             fix = f"give a setting of GenerationConfig, or one of {', '.join(PASSED)}"
             raise InvalidRequestError(name, value, fix)
         setattr(settings, name, value)
+
+    def whole(name: str) -> Any:  # what is not stated is the model's own, as when it generates
+        value = getattr(settings, name, None)
+        return getattr(model.generation_config, name, None) if value is None else value
+
     stored = (
-        "dynamic and static caches are stored: a quantised one would hold other numbers after "
-        "a load than after a prefill, and an offloaded one is not where it is looked for"
+        "use a dynamic or static cache: a quantised one differs between a load and a prefill, "
+        "and an offloaded one is elsewhere"
     )
+    drafted = "with drafts a prompt is computed again behind what was loaded, and its KV is wrong"
     for name, taken, fix in (
         ("num_beams", (None, 0, 1), "one sequence at a time"),
         ("num_return_sequences", (None, 0, 1), "one sequence at a time"),
         ("use_cache", (None, True), "without a cache there is nothing to store"),
         ("cache_implementation", (None, "dynamic", "hybrid", "static"), stored),
         ("token_healing", (None, False), "it changes the prompt that is stored"),
+        ("prompt_lookup_num_tokens", (None,), drafted),
+        ("assistant_early_exit", (None,), drafted),
+        ("use_mtp", (None, False), drafted),
     ):
-        if getattr(settings, name) not in taken:
-            raise InvalidRequestError(name, getattr(settings, name), fix)
+        if whole(name) not in taken:
+            raise InvalidRequestError(name, whole(name), fix)
+    for name in ("pad_token_id", "eos_token_id"):
+        setattr(settings, name, whole(name))
     settings.return_dict_in_generate = True
     return settings
 

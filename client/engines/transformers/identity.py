@@ -54,7 +54,7 @@ def representation_of(
     """
     for name, given, has in (("model", model, "config"), ("tokenizer", tokenizer, "get_vocab")):
         if not hasattr(given, has):
-            fix = f"give the {name} that transformers loaded: KV of other tokens is another's"
+            fix = f"give the {name} loaded by transformers: KV depends on it"
             raise ModelError(name, given, fix)
     check_adapter(model, adapter_digest)
     config = model.config
@@ -90,7 +90,7 @@ def check_adapter(model: PreTrainedModel, adapter_digest: str) -> None:
     """Raise ModelError if *model* has an adapter and *adapter_digest* is not given."""
     carries = getattr(model, "peft_config", None) or getattr(model, "_hf_peft_config_loaded", False)
     if carries and adapter_digest == "none":
-        fix = "this model carries an adapter: give its digest"
+        fix = "this model has an adapter: give its digest"
         raise ModelError("adapter_digest", adapter_digest, fix)
 
 
@@ -152,7 +152,7 @@ def check_resumable(model: PreTrainedModel, shape: CacheShape, identity: Model) 
         bound = min(bound, max(error(name) / 8, 4 * rounding * scale))
     found = error()
     if not found <= bound:
-        fix = f"behind a stored prefix it is {found:.2g} off, more than the {bound:.2g} allowed"
+        fix = f"after a stored prefix its error is {found:.2g}, over the {bound:.2g} allowed"
         raise ModelError("model", type(model).__name__, fix)
 
 

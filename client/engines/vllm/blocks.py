@@ -91,7 +91,7 @@ def detect_block_layout(
     try:
         write(noise, scratch, slots)
     except (RuntimeError, TypeError, ValueError, AttributeError) as error:
-        fix = f"this attention backend does not write it: {error}"
+        fix = f"this attention backend cannot write it: {error}"
         raise LayoutMismatchError("pages", str(pages.dtype), fix) from None
     for packing in BLOCK_LAYOUTS if parts == 2 else (rows,):
         with suppress(RuntimeError):  # torch cannot view these strides in this packing
@@ -100,7 +100,7 @@ def detect_block_layout(
             if all(torch.equal(one, other.view(one.dtype)) for one, other in pairs):
                 return packing
     raise LayoutMismatchError(
-        "pages", f"{pages.dtype} in blocks of {tokens}", "this attention backend packs otherwise"
+        "pages", f"{pages.dtype} in blocks of {tokens}", "unknown layout of this attention backend"
     )
 
 
@@ -124,10 +124,10 @@ def block_layouts_of(
     """
     names = {layer.name for group in shape.groups for layer in group.layers}
     if names != set(registered):
-        raise LayoutMismatchError("layers", sorted(registered)[:4], f"{len(names)} are kept")
+        raise LayoutMismatchError("layers", sorted(registered)[:4], f"expected {len(names)}")
     devices = sorted({str(pages.device) for pages in registered.values()})
     if len(devices) != 1:
-        raise LayoutMismatchError("device", devices, "pages of one device are stored")
+        raise LayoutMismatchError("device", devices, "all pages must be on one device")
     for group in shape.groups:
         for layer in group.layers:
             _check(shape, group, registered[layer.name])
@@ -152,11 +152,11 @@ def _check(shape: KVCacheShape, group: LayerGroupShape, pages: torch.Tensor) -> 
     if DType.parse(str(pages.dtype)) is not group.dtype and not (
         pages.dtype is torch.uint8 and group.dtype.item_bytes == 1
     ):
-        raise LayoutMismatchError("dtype", str(pages.dtype), f"pages of {group.dtype.name}")
+        raise LayoutMismatchError("dtype", str(pages.dtype), f"expected {group.dtype.name}")
     is_known = pages.ndim == 4 and (pages.shape[1], pages.shape[3]) == (group.kv_heads, width)
     if not is_known or shape.block_tokens % pages.shape[2]:
         wanted = (group.kv_heads, shape.block_tokens, width)
-        raise LayoutMismatchError("pages", tuple(pages.shape), f"blocks of {wanted}")
+        raise LayoutMismatchError("pages", tuple(pages.shape), f"expected blocks of {wanted}")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -186,7 +186,7 @@ class EnginePages:
         layouts = block_layouts_of(shape, registered, writer)
         for name, pages in registered.items():
             if pages.device.type != "cpu" or pages.shape[2] != shape.block_tokens:
-                fix = f"blocks of {shape.block_tokens} tokens in CPU memory"
+                fix = f"expected blocks of {shape.block_tokens} tokens in CPU memory"
                 raise LayoutMismatchError(name, (str(pages.device), tuple(pages.shape)), fix)
         self.shape = shape
         self.groups: list[GroupPages] = []
@@ -233,11 +233,11 @@ def components_of(
         used = [tables[table] for table in group.tables]
         is_wanted = group.kind not in END_KINDS or any(map(any, used))
         if is_wanted and component is None:
-            raise LayoutMismatchError("layout", group.kind.name, "the chunk is without it")
+            raise LayoutMismatchError("layout", group.kind.name, "the chunk lacks it")
         if is_wanted and component is not None:
             kept = component.tokens // shape.block_tokens
             if any(any(ids[: len(ids) - kept]) for ids in used):
-                fix = "the engine wants more of it than a chunk has"
+                fix = "the engine needs more of it than the chunk has"
                 raise LayoutMismatchError("layout", group.kind.name, fix)
         found.append((component, is_wanted))
     return found

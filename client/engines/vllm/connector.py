@@ -281,7 +281,7 @@ def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
 
     def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
         if not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
-            raise LayoutMismatchError("layers", name, "its backend writes in no known way")
+            raise LayoutMismatchError("layers", name, "unsupported attention backend")
         if len(parts) == 2:
             if parts[0].element_size() == 1:
                 scales = (layer._k_scale_float, layer._v_scale_float)
@@ -331,7 +331,7 @@ def _scheduler(
 ) -> Half:
     transfer = config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
-        fix = 'set it to "recompute": else vLLM ends a request whose load failed'
+        fix = 'set it to "recompute": else vLLM fails a request whose load failed'
         raise ModelError("kv_load_failure_policy", transfer.kv_load_failure_policy, fix)
     role = Role(
         transfer.is_kv_consumer,
@@ -376,7 +376,7 @@ def _connector(
         client_class = CudaClient
     accuracy = settings.accuracy_for(shape, config.device_config.device_type)
     if accuracy != settings.accuracy:
-        fix = "is ignored: into these pages exact copies alone are loaded"
+        fix = "is ignored: only exact copies are loaded into these pages"
         logger.warning("accuracy=%s %s", settings.accuracy, fix)
     return Connector(
         client_class(settings.address, identity, options),
@@ -452,7 +452,7 @@ class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
         super().__init__(config, types, labelnames, values)
         self._events = self._counter_cls(
             name="vllm:kvstore_events",
-            documentation="What the connector of kvstore counted.",
+            documentation="Counts of the kvstore connector, by event.",
             labelnames=[*labelnames, "event"],
         )
 
@@ -479,7 +479,7 @@ def untested() -> str:
     if OLDEST <= tuple(numbers) <= NEWEST:
         return ""
     first, last = (".".join(map(str, one)) for one in (OLDEST, NEWEST))
-    return f"kvstore is written for vLLM {first} to {last}, not {found}"
+    return f"kvstore supports vLLM {first} to {last}, not {found}"
 
 
 def check_loads_can_fail(shape: KVCacheShape) -> None:
@@ -487,5 +487,5 @@ def check_loads_can_fail(shape: KVCacheShape) -> None:
     tables or windows it has to recompute all, which releases below 0.30 cannot."""
     if shape.all_or_nothing and TransferResults is None:
         what = "sliding windows" if shape.has_ends else f"{shape.tables} KV cache groups"
-        fix = f"vLLM {vllm.__version__} takes no report of a failed load of it; 0.30 does"
+        fix = f"vLLM {vllm.__version__} cannot recompute a failed load of it; 0.30 can"
         raise ModelError("kv_cache_groups", what, fix)

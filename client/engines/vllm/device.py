@@ -66,7 +66,7 @@ class EngineDevicePages:
         some = next(iter(registered.values()))
         if {pages.shape[2] for pages in registered.values()} != {some.shape[2]}:
             sizes = sorted({pages.shape[2] for pages in registered.values()})
-            raise LayoutMismatchError("block_tokens", sizes, "kernels' blocks of one size")
+            raise LayoutMismatchError("block_tokens", sizes, "kernel blocks must have one size")
         self.device = some.device
         self._ratio = shape.block_tokens // int(some.shape[2])
         groups = []
@@ -91,7 +91,7 @@ class EngineDevicePages:
             self._of_kinds[kinds] = tuple(pages for group, pages in pairs if group.kind in kinds)
         found = self._of_kinds[kinds]
         if len(found) != len(kinds):
-            raise LayoutMismatchError("layout", [kind.name for kind in kinds], "as the engine's")
+            raise LayoutMismatchError("layout", [kind.name for kind in kinds], "not the engine's")
         return found
 
     def tables(

@@ -206,11 +206,11 @@ def shape_of(config: Any, cache: Any) -> KVCacheShape:
         raise ModelError("is_encoder_decoder", True, "cross-attention is not stored")
     cache_dtype = config.cache_config.cache_dtype
     if cache_dtype not in _PLAIN_CACHE and cache_dtype not in _FP8_CACHE:
-        fix = f"{', '.join((*_PLAIN_CACHE, *_FP8_CACHE))} are stored"
+        fix = f"use one of {', '.join((*_PLAIN_CACHE, *_FP8_CACHE))}"
         raise ModelError("kv_cache_dtype", cache_dtype, fix)
     for name in _UNSHARDED:
         if getattr(parallel, name, 1) != 1:
-            raise ModelError(name, getattr(parallel, name), "only 1 is stored")
+            raise ModelError(name, getattr(parallel, name), "only 1 is supported")
     names = [name for group in cache.kv_cache_groups for name in group.layer_names]
     layers = model.get_total_num_hidden_layers()
     stages = parallel.pipeline_parallel_size
@@ -222,11 +222,11 @@ def shape_of(config: Any, cache: Any) -> KVCacheShape:
     groups = _groups(cache, fp8)
     sizes = sorted({group.kv_cache_spec.block_size for group in cache.kv_cache_groups})
     if len(sizes) != 1:
-        raise ModelError("block_size", sizes, "blocks of all layers need as many tokens")
+        raise ModelError("block_size", sizes, "all layers need the same block size")
     if stages > 1:
         groups = (_of_all_stages(groups, layers, stages),)
     elif groups[0].layers[0].number:
-        raise ModelError("layers", names[:4], "one number a layer, from 0 on")
+        raise ModelError("layers", names[:4], "number the layers from 0")
     ranks = parallel.tensor_parallel_size
     if ranks > 1:
         total = int(model.get_total_num_kv_heads())
@@ -244,7 +244,7 @@ def _of_all_stages(groups: Sequence[LayerGroupShape], layers: int, stages: int) 
     group = groups[0]
     is_alike = len(groups) == 1 and group.kind not in END_KINDS
     if not is_alike or group.layers[-1].number >= layers:
-        fix = "stages of models whose layers are all alike are stored, without draft layers"
+        fix = "stages need a model whose layers are all alike, without draft layers"
         raise ModelError("pipeline_parallel_size", stages, fix)
     return replace(group, model_layers=layers)
 
@@ -255,7 +255,7 @@ def _of_all_ranks(group: LayerGroupShape, total: int, ranks: int) -> LayerGroupS
         return group  # every rank has the latents
     is_even = not (total % ranks and ranks % total)
     if not is_even or group.kv_heads != max(1, total // ranks):
-        fix = f"a rank of {ranks} has {max(1, total // ranks)} of the model's {total}"
+        fix = f"each of {ranks} ranks needs {max(1, total // ranks)} of the model's {total}"
         raise ModelError("num_kv_heads", group.kv_heads, fix)
     return replace(group, model_kv_heads=total)
 
@@ -278,13 +278,13 @@ def _groups(cache: Any, fp8: DType | None) -> tuple[LayerGroupShape, ...]:
         for name in group.layer_names:
             numbers = re.findall(r"(?:^|\.)(\d+)(?=\.|$)", name)
             if len(numbers) != 1:
-                raise ModelError("layers", group.layer_names[:4], "one number in a layer's name")
+                raise ModelError("layers", group.layer_names[:4], "a name needs exactly one number")
             layers.append((LayerRef(name, int(numbers[0]), table), alike))
     layers.sort(key=lambda one: one[0].number)
     first = layers[0][0].number
     if [layer.number for layer, _ in layers] != list(range(first, first + len(layers))):
         names = [layer.name for layer, _ in layers][:4]
-        raise ModelError("layers", names, "one number a layer, and none left out")
+        raise ModelError("layers", names, "number the layers without gaps")
     found: dict[LayerGroupShape, list[LayerRef]] = {}
     for layer, alike in layers:
         found.setdefault(alike, []).append(layer)
@@ -294,10 +294,10 @@ def _groups(cache: Any, fp8: DType | None) -> tuple[LayerGroupShape, ...]:
 def _kind(spec: Any) -> LayerKind:
     name = type(spec).__name__
     if name not in _KINDS:
-        fix = f"{', '.join(_KINDS)} are stored"
+        fix = f"use one of {', '.join(_KINDS)}"
         raise ModelError("kv_cache_spec", name, fix)
     if getattr(spec, "non_causal", False):
-        raise ModelError("non_causal", True, "its KV depends on what comes later")
+        raise ModelError("non_causal", True, "its KV depends on later tokens")
     kind = _KINDS[name]
     value_dims = (None, 0) if kind is LayerKind.mla else (None, spec.head_size)
     packed = (

@@ -81,7 +81,7 @@ class RequestHasher:
         if getattr(request, "prompt_embeds", None) is not None:
             raise ModelError("prompt_embeds", "given", "such prompts are not stored")
         if getattr(request, "resumable", False):
-            raise ModelError("resumable", True, "a stream takes tokens back")
+            raise ModelError("resumable", True, "a stream may retract tokens")
         first = [b"epoch:" + epoch] if epoch else []
         salt = getattr(request, "cache_salt", None)
         if salt:

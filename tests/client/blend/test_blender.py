@@ -426,7 +426,7 @@ def test_what_cannot_be_turned_is_refused_by_name() -> None:
     for scaling in ("dynamic", "longrope", "of my own"):
         with pytest.raises(ModelError, match=scaling):
             RopeSpec.of(named(scaling, factor=2.0), HEAD_DIM)
-    with pytest.raises(ModelError, match="more channels"):
+    with pytest.raises(ModelError, match="fewer channels"):
         rerotate(some_keys()[..., :32], torch.arange(32), torch.arange(32), spec("default"))
     for numbers, gain in (((), 1.0), ((math.nan,), 1.0), ((1.0,), 0.0)):
         with pytest.raises(ModelError):

@@ -286,8 +286,8 @@ def test_frames_with_other_tokens_a_shorter_chunk_or_another_place_are_not_used(
     with reader.find_segments(*ASKED, TRIAL) as resolved:
         one, another = list(resolved.chunks())[:2]
         for wrong in (
-            replace(one, asked=replace(one.asked, content=b"x" * 16)),
-            replace(one, asked=replace(one.asked, stop=one.asked.stop - 1)),
+            replace(one, wanted=replace(one.wanted, content=b"x" * 16)),
+            replace(one, wanted=replace(one.wanted, stop=one.wanted.stop - 1)),
             replace(one, best=replace(one.best, position=one.best.position + 1)),
         ):
             assert list(resolved.layers([wrong])) == []

@@ -47,7 +47,7 @@ WRONG: list[tuple[str, str, Callable[[], object]]] = [
     ("segment.start", "start at 30", lambda: plan(Segment(0, 30, "approx"), SUFFIX)),
     ("segment.start", "start at 41", lambda: plan(Segment(0, 41, "approx"), SUFFIX)),
     ("segment.start", "start at 0", lambda: plan(SUFFIX)),
-    ("segments", "logits are wanted", lambda: plan(CHUNK, Segment(40, 60, "approx"))),
+    ("segments", "logits are needed", lambda: plan(CHUNK, Segment(40, 60, "approx"))),
     ("segments", "end at", lambda: plan(CHUNK, SUFFIX, Segment(60, 61, "miss"))),
     ("segments", "1 to", lambda: BlendPlan(TOKENS, ())),
     ("tokens", "1 to", lambda: BlendPlan((), (SUFFIX,))),
@@ -65,7 +65,7 @@ WRONG: list[tuple[str, str, Callable[[], object]]] = [
     ("segments", "at most", lambda: ranged(*((2 * n, 2 * n + 1) for n in range(256)), prompt=600)),
     ("chunk_tokens", "", lambda: ranged(chunk_tokens=8)),
     ("tokens", "", lambda: name_segments([1.5, 2.5], [])),  # type: ignore[list-item]
-    ("segment", "start below stop", lambda: SegmentRange(5, 4)),
+    ("segment", "start < stop", lambda: SegmentRange(5, 4)),
     ("tag", "", lambda: check_tag("a\nb")),
 ]
 
@@ -81,11 +81,11 @@ def test_what_cannot_be_is_refused_by_name() -> None:
 def test_tokens_that_are_not_those_of_the_digest_are_refused() -> None:
     digest = content_digest(tokens_le32(TOKENS[:40]))
     plan(Segment(0, 40, "approx", digest), SUFFIX)
-    with pytest.raises(InvalidRequestError, match="others"):
+    with pytest.raises(InvalidRequestError, match="differ"):
         BlendPlan((7, *TOKENS[1:]), (Segment(0, 40, "approx", digest), SUFFIX))
-    with pytest.raises(InvalidRequestError, match="others"):
+    with pytest.raises(InvalidRequestError, match="differ"):
         plan(Segment(0, 39, "approx", digest), Segment(39, 60, "miss"))
-    with pytest.raises(InvalidRequestError, match="others"):
+    with pytest.raises(InvalidRequestError, match="differ"):
         plan(Segment(0, 40, "approx", digest, extra=(b"image",)), SUFFIX)
 
 

@@ -187,7 +187,7 @@ def test_trials_answer_from_the_full_prefill_and_teach_the_store(
     assert torch.equal(done.result.logits, blender.prefill(prompt, logits_from=first).logits)
     with client.find_segments(prompt, ranges, TRIAL) as resolved:
         found = list(resolved.chunks())
-        assert all(len(one.priority) == one.asked.tokens for one in found)
+        assert all(len(one.priority) == one.wanted.tokens for one in found)
         assert all(one.best.deviation > 0 for one in found)
         assert sum(one.best.reports for one in found) == len(found)
 

@@ -112,7 +112,7 @@ def test_a_row_of_failures_is_logged_once_until_the_store_works_again(
         for _ in range(3):
             engine.connector.store_chunks(tokens(14, 16), broken)
         assert [record.message for record in caplog.records] == [
-            "going on without the store: BrokenError: no tensors"
+            "continuing without the store: BrokenError: no tensors"
         ]
         engine.store(tokens(14, 16))
         engine.connector.store_chunks(tokens(15, 16), broken)

@@ -188,7 +188,7 @@ def test_a_page_of_bytes_is_never_a_copy() -> None:
         rows: Any = byte_tensors(page)[0][0][0]
         rows[0, 3, 1] = 7
         assert page[3 * 256 // BYTE_ROWS + 1] == 7
-    with pytest.raises(ValueError, match="follow each other"):
+    with pytest.raises(ValueError, match="contiguous"):
         byte_tensors(np.zeros((16, 8), np.uint8).T)
     with pytest.raises(RuntimeError, match="view"):
         byte_tensors(torch.zeros(16, 8, dtype=torch.uint8).T)
@@ -223,7 +223,7 @@ def test_pools_that_are_not_understood_are_refused_by_name() -> None:
         (Pool("page_head", torch.zeros(1)), mla, "layout='page_head'"),
         (Pool("page_first", torch.zeros(1), page_size=1), RANK, "page_size=1: start SGLang with"),
         # As those of MXFP8: pages would come back with whatever scales lie there by then.
-        (replace(Pool.make("page_first"), beside_bytes=64), RANK, "lie in its buffer"),
+        (replace(Pool.make("page_first"), beside_bytes=64), RANK, "in its buffer"),
     ]
     for pool, rank, words in refused:
         with pytest.raises(ModelError, match=words):
@@ -241,7 +241,7 @@ def test_bytes_are_named_by_the_type_that_the_engine_was_started_with() -> None:
     """SGLang keeps both kinds of fp8 as bytes: an engine of one would read the other's."""
     settings = settings_for()
     pool = Pool.make("page_first", False, torch.uint8)
-    with pytest.raises(ModelError, match="dtype='uint8': nobody says"):
+    with pytest.raises(ModelError, match="dtype='uint8': the type"):
         kv_model(pool, RANK, settings)
     one, other = (
         kv_model(pool, RANK, settings_for(kv_cache_dtype=name)) for name in ("fp8_e4m3", "fp8_e5m2")
@@ -255,7 +255,7 @@ def test_settings_are_read_and_refused_by_name() -> None:
     extra = {"address": "h:1", "model_revision": "8f2c1d4", "interface_v1": 1, "prefetch_x": 9}
     found = PageSettings.parse(extra, "tiny")
     assert (found.address, found.weights.revision, found.deadline_ms) == ("h:1", "8f2c1d4", 2000)
-    with pytest.raises(ModelError, match=r"model_revision='':.* 'tiny' is no folder"):
+    with pytest.raises(ModelError, match=r"model_revision='':.* 'tiny' is no local folder"):
         PageSettings.parse({}, "tiny")
     with pytest.raises(InvalidRequestError, match="reset_on_flush='no': give a value of type bool"):
         PageSettings.parse({"reset_on_flush": "no"}, path)
@@ -359,7 +359,7 @@ def test_the_weights_are_those_of_the_path_and_commit_that_the_engine_was_starte
     started = terms(model_path="org/model", revision=commit)
     assert PageSettings.parse({}, "served-name", started).weights.revision == commit
     branch = terms(model_path="org/model", revision="main")
-    with pytest.raises(ModelError, match="'org/model' is no folder"):
+    with pytest.raises(ModelError, match="'org/model' is no local folder"):
         PageSettings.parse({}, "served-name", branch)
 
 

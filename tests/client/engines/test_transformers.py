@@ -177,8 +177,40 @@ def test_a_maximum_length_counts_padding_as_the_model_counts_it(
     engine: Any = tinylm
     own = engine.generate(wide, max_length=48, generation_config=settings, attention_mask=seen)
     found = connect().generate(wide, settings, attention_mask=seen)
-    assert torch.equal(found.output.sequences[:, -3:], own[:, -3:])
-    assert found.output.sequences.shape[1] == (48 if len(counts) > 1 else 43)
+    assert torch.equal(found.output.sequences, own)
+    assert own.shape[1] == 48
+
+
+def test_padding_without_a_mask_is_found_as_the_model_finds_it(
+    connect: Connect, tinylm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The settings of a call may leave out which token pads: the model's own say it."""
+    connector = connect()
+    monkeypatch.setattr(tinylm.generation_config, "pad_token_id", 0)
+    batch, mask = left_padded([random_ids(count, seed=count)[0] for count in (40, 30)])
+    ids = batch * mask
+    settings = greedy()
+    settings.pad_token_id = None
+    for prompts in (ids, torch.nn.functional.pad(ids[:1], (5, 0))):
+        own = tinylm.generate(prompts, generation_config=settings)
+        for _ in range(2):
+            found = connector.generate(prompts, settings)
+            assert torch.equal(found.output.sequences, own)
+        assert found.row_hits == tuple(int(row.ne(0).sum()) - 1 for row in prompts)
+    with pytest.raises(InvalidRequestError, match="pad on the left"):
+        connector.generate(ids.flip(1), settings)
+
+
+def test_what_a_call_leaves_out_the_models_own_settings_say(
+    connect: Connect, tinylm: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Beams and drafts were taken from there, and what they left in the cache was stored."""
+    connector = connect()
+    for name, value in (("num_beams", 2), ("prompt_lookup_num_tokens", 3)):
+        monkeypatch.setattr(tinylm.generation_config, name, value)
+        with pytest.raises(InvalidRequestError, match=name):
+            connector.generate(random_ids(40), greedy())
+        monkeypatch.undo()
 
 
 # --- misuse is refused in words
@@ -204,7 +236,7 @@ def test_what_is_no_prompt_and_no_setting_is_refused_by_name(connect: Connect) -
     refused: list[tuple[dict[str, Any], str]] = [
         ({"input_ids": "words"}, "input_ids='str': give a tensor, lists"),
         ({"input_ids": [[3, 4], [5]]}, "input_ids='list': give a tensor, lists"),
-        ({"input_ids": [[0.5]]}, r"input_ids='torch.float32': give whole numbers"),
+        ({"input_ids": [[0.5]]}, r"input_ids='torch.float32': give integers"),
         ({"input_ids": None}, "input_ids='NoneType': give a tensor"),
         ({"input_ids": torch.empty((1, 0), dtype=torch.long)}, "give prompts of"),
         ({"input_ids": {"input_ids": [[3]], "pixel_values": 1}}, "'pixel_values': give input_ids"),
@@ -221,7 +253,7 @@ def test_what_is_no_prompt_and_no_setting_is_refused_by_name(connect: Connect) -
     settings = [
         ("num_beams", 2), ("num_return_sequences", 2), ("use_cache", False),
         ("cache_implementation", "quantized"), ("cache_implementation", "offloaded"),
-        ("token_healing", True),
+        ("token_healing", True), ("prompt_lookup_num_tokens", 3), ("assistant_early_exit", 2),
     ]  # fmt: skip
     refused += [({"input_ids": [[3]], name: value}, name) for name, value in settings]
     for given, words in refused:
@@ -238,6 +270,8 @@ def test_a_static_cache_and_a_batchs_are_not_saved(connect: Connect, tinylm: Any
         tinylm(prompt, **as_argument(cache))
     with pytest.raises(ModelError, match="StaticCache"):
         connect().save(prompt, cache)
+    with pytest.raises(ModelError, match="cache='tuple': give one of this model"):
+        connect().save(prompt, cast(Any, tuple(kept(prefill(tinylm, prompt)))))
     with pytest.raises(InvalidRequestError, match="cache="):
         connect().save(prompt, prefill(tinylm, prompt.repeat(2, 1)))
 

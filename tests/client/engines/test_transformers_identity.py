@@ -142,7 +142,7 @@ def test_a_commit_with_other_weights_or_settings_is_another_revision(
 def test_what_is_no_model_and_no_tokenizer_is_refused_by_name(tokenizer: Any) -> None:
     for wrong in ("model", "tokenizer"):
         given = {"model": llama(), "tokenizer": tokenizer, wrong: None}
-        with pytest.raises(ModelError, match=f"{wrong}=None: give the {wrong} that"):
+        with pytest.raises(ModelError, match=f"{wrong}=None: give the {wrong} loaded"):
             representation_of(**given)
 
 

@@ -237,7 +237,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"head_dim": 16, "num_local_experts": 2, "num_experts_per_tok": 1},
         "does not run with a DynamicCache",
     ),
-    "states alone": ("MambaConfig", {"state_size": 8}, "states alone|keeps its state elsewhere"),
+    "states alone": ("MambaConfig", {"state_size": 8}, "states only|keeps its state elsewhere"),
     "a rotation by length": (
         "LlamaConfig",
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
@@ -269,7 +269,7 @@ def test_a_model_that_looks_at_its_state_for_one_token_only_is_refused(connect: 
         "mamba_dt_rank": 8,
     }  # fmt: skip
     model = random_model(transformers.JambaConfig(**(BASE | jamba)))
-    with pytest.raises(ModelError, match="behind a stored prefix"):
+    with pytest.raises(ModelError, match="after a stored prefix"):
         connect(model)
 
 
@@ -277,7 +277,7 @@ def test_static_caches_of_windows_are_refused_by_name(connect: Connect) -> None:
     model = make_model("gemma2, every other layer")
     settings = greedy()
     settings.cache_implementation = "static"
-    with pytest.raises(InvalidRequestError, match=r"static.*goes round"):
+    with pytest.raises(InvalidRequestError, match=r"static.*is a ring"):
         connect(model).generate(random_ids(40, VOCABULARY), settings)
 
 

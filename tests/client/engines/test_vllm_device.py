@@ -402,7 +402,7 @@ def test_pages_on_several_devices_are_refused_by_name(refusal: Refusal) -> None:
     pages[last] = pages[last].to("meta")
     reason = refusal(SlowDevice(), pages, writer(side_by_side))
     assert "['cpu', 'meta']" in reason
-    assert "pages of one device are stored" in reason
+    assert "all pages must be on one device" in reason
 
 
 def explained(address: str, capsys: pytest.CaptureFixture[str]) -> str:

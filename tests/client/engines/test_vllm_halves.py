@@ -240,7 +240,7 @@ def test_pages_that_are_not_understood_fail_loads_at_once_and_end_them(start: St
     start().run("a", PROMPT)
     engine = start()
     (worker,) = engine.workers
-    assert "packs otherwise" in worker.register(empty_pages(), scrambled)
+    assert "unknown layout" in worker.register(empty_pages(), scrambled)
     request, blocks = engine.arrived("b", PROMPT, hit=160, computed=32), engine.blocks(200)
     assert engine.load(request, blocks, 160) == set(blocks[1:6]), "but for kept ones"
     engine.arrived("c", PROMPT)

@@ -73,7 +73,7 @@ def test_a_packing_that_nobody_knows_and_a_backend_that_cannot_write_are_refused
         raise NotImplementedError("no such kernel")
 
     pages = empty_pages()["model.layers.0.attn"]
-    for write, words in ((scrambled("a layer"), "packs otherwise"), (fails, "no such kernel")):
+    for write, words in ((scrambled("a layer"), "unknown layout"), (fails, "no such kernel")):
         with pytest.raises(LayoutMismatchError, match=words):
             detect_block_layout(pages, 2, write)
 
@@ -82,7 +82,7 @@ def test_latents_are_one_part_and_lie_as_the_shape_says() -> None:
     pages = EnginePages(LATENT, empty_pages(shape=LATENT), writer(rows))
     (latents,) = pages.groups[0].parts[0]
     assert latents.shape == (BLOCKS, 1, BLOCK_TOKENS, HEAD_DIM)
-    with pytest.raises(LayoutMismatchError, match="packs otherwise"):
+    with pytest.raises(LayoutMismatchError, match="unknown layout"):
         EnginePages(LATENT, empty_pages(shape=LATENT), scrambled)
 
 

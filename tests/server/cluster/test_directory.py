@@ -437,7 +437,7 @@ def test_nodes_find_what_lies_in_each_others_memory_until_it_is_deleted_and_stat
     assert seen.incarnation == directory_of(second).me.incarnation
     shown = look_at("x", reply)["directory"]
     line = directory_line(shown)
-    assert line == f"directory: a, {reply.directory.announced} chunks named; sees b at {where}"
+    assert line == f"directory: a, {reply.directory.announced} chunks announced; sees b at {where}"
     assert (shown["standing"], shown["nodes"][0]["node_id"]) == ("known", "b")
     levels = {row[0]: row[3] for row in gauges(first.node.store, 0, directory_of(first))}
     assert (levels["directory_up"], levels["directory_nodes"]) == (1, 1)

@@ -492,6 +492,14 @@ def test_a_bad_value_is_refused_with_its_name_and_what_to_give() -> None:
         assert "\n" not in message
 
 
+def test_what_is_given_for_a_tier_that_is_not_used_is_named() -> None:
+    redis = ("--redis", "redis://h:6379")
+    both = list(load_config([*redis, "--tiers", "cpu", "--disk", "1GiB"]).unused)
+    assert both == [("disk", "disk"), ("redis_url", "redis")]
+    for used in (["--tiers", "cpu"], [*redis, "--directory"], [*redis, "--tiers", "cpu,redis"]):
+        assert list(load_config(used).unused) == []
+
+
 def test_other_hosts_reach_who_has_tls_and_asks_who_calls_or_is_said_to_be_open() -> None:
     tls = ("--tls-cert", __file__, "--tls-key", __file__)
     for flags in ((*tls, "--auth-keys", __file__), ("--insecure",)):

@@ -26,9 +26,11 @@ from helpers.prompts import (
     outcomes,
     store,
 )
+from helpers.shards import part_of, shard_of
 from simulation.core import Core
 
 from kvstore.client import ClientOptions
+from kvstore.client.chunk import Shard
 from kvstore.codecs.base import codec_by_id, empty_tensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -43,6 +45,7 @@ from kvstore.proto.types import (
     DIGEST_BYTES,
     Accuracy,
     ChunkKey,
+    KVLayout,
     Match,
     Namespace,
     PutOutcome,
@@ -192,6 +195,31 @@ def test_a_lossy_copy_is_told_to_who_asks_for_exact(make_server: ServerMaker) ->
         assert "bounded" in one.reason
         assert states(explained(server, keys, Accuracy.bounded)) == ["ready"]
         server.close()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_what_only_a_tier_has_that_is_left_alone_can_be_put_again_and_is_found_meanwhile(
+    make_server: ServerMaker, ranks: int
+) -> None:
+    server = make_server("--limits", "breaker_retry_ms=60000")
+    client = server.connect(representation=MEDIUM)
+    keys = store(client, 1, 2)
+    leave_memory(server, keys)
+    chunks = chunks_of(client, keys)
+    assert outcomes(client, chunks) == [PutOutcome.exists] * 2
+    leave_alone(server)
+    for rank in range(ranks):
+        heads = (rank * 4 // ranks, (rank + 1) * 4 // ranks)
+        part = shard_of(KVLayout.of(MEDIUM, 16), (0, 4), heads)
+        parts = [part_of(chunk, part) for chunk in chunks]
+        puts = client.put_chunks(parts, shard=Shard.of_rank(MEDIUM, rank, ranks))
+    assert [put.outcome for put in puts] == [PutOutcome.stored] * 2
+    assert client.lookup(keys=keys).ready == 2
+    assert_reads(client, keys)
+    assert outcomes(client, chunks) == [PutOutcome.exists] * 2
+    server.node.store.tiers.slots["disk"].breaker.succeed()
+    leave_memory(server, keys)
+    assert_reads(client, keys)
 
 
 def test_a_tier_that_is_left_alone_is_named_with_the_reason_also_of_a_miss_meanwhile(
