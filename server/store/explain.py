@@ -243,7 +243,7 @@ class Explainer:
     def _elsewhere(self, key: ChunkKey, others: Sequence[Differing]) -> Reason | None:
         for other, named in others:
             if self._has(other, key):
-                known = [f"{d.field}: {d.stored} stored, {d.asked} requested" for d in named]
+                known = [f"{d.field}: stored {d.stored}, requested {d.asked}" for d in named]
                 more = [f"{len(known) - _MAX_NAMED} more"] if len(known) > _MAX_NAMED else []
                 text = "stored under another identity: " + "; ".join(known[:_MAX_NAMED] + more)
                 return Reason(key, "other_identity", text)
