@@ -50,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KVStoreError as error:
         print(f"kvstore-server: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
-    if node.trust.authenticator.is_open and not config.insecure:
+    if node.authorizer.authenticator.is_open and not config.insecure:
         logger.warning(
             "every user of this host can read and write all chunks",
             fix="give --auth-keys, or --insecure if that is intended",

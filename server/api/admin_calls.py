@@ -56,7 +56,9 @@ class AdminCalls:
         self._sessions = backend.sessions
         self._checks = backend.checks
         self._clock = backend.checks.clock
-        self._limits = backend.trust.limits if backend.trust else TenantLimits({}, self._clock)
+        self._limits = (
+            backend.authorizer.limits if backend.authorizer else TenantLimits({}, self._clock)
+        )
         self._scrub = backend.scrub
         self._explainer = explainer
         self._requests = requests
@@ -232,7 +234,7 @@ class AdminCalls:
             model_id="" if session.is_peer else session.representation.model_id,
             key_namespace=session.namespace,
             open_s=now - session.opened_at,
-            idle_s=now - session.heard_at,
+            idle_s=now - session.active_at,
             leases=self._catalog.leases.count_of(session.session_id),
         )
 
@@ -277,8 +279,8 @@ class AdminCalls:
             keys = keys_of_digests(request.digests, space, limit)
             found = self._explainer.explain(space, keys, accuracy_of(request.min_accuracy))
             reply.hit_chunks = found.hit_chunks
-            reasons, room_bytes = map(_reason, found.reasons), messages.MESSAGE_BYTES
-            reply.left_out += _fill(reply.chunks, reasons, room_bytes)
+            reasons, limit_bytes = map(_reason, found.reasons), messages.MESSAGE_BYTES
+            reply.left_out += _fill(reply.chunks, reasons, limit_bytes)
             reply.left_out += _fill(reply.near, map(_similar, found.similar), LIST_BYTES)
         if request.recent:
             misses = self._explainer.misses(request.recent)
@@ -366,12 +368,12 @@ def _chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
     )
 
 
-def _fill(field: MutableSequence[M], found: Iterable[M], room_bytes: int) -> int:
-    """Add *found* to *field* within *room_bytes*. Return how many are left out."""
+def _fill(field: MutableSequence[M], found: Iterable[M], limit_bytes: int) -> int:
+    """Add *found* to *field* within *limit_bytes*. Return how many are left out."""
     left = 0
     for message in found:
-        room_bytes -= message.ByteSize()
-        if room_bytes >= 0:
+        limit_bytes -= message.ByteSize()
+        if limit_bytes >= 0:
             field.append(message)
         else:
             left += 1

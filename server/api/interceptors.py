@@ -55,11 +55,11 @@ class CallWrapper:
     """Wraps the handlers of gRPC calls.
 
     KVStoreErrors are sent with their status and class name, anything else as INTERNAL. Each call
-    has a request id, and a span with ``tracing``. ``trust`` authenticates and admits calls, except
-    health, and records their outcomes.
+    has a request id, and a span with ``tracing``. ``authorizer`` authenticates and admits calls,
+    except health, and records their outcomes.
     """
 
-    trust: Authorizer | None = None
+    authorizer: Authorizer | None = None
     tracing: Tracing | None = None
 
     def around(self, handler: Handler, method: str) -> Callable[..., Iterator[Any]]:
@@ -68,29 +68,29 @@ class CallWrapper:
         many: Any = handler.stream_unary or handler.stream_stream
         behavior: Behavior = one or many
         is_open = SERVICES.get(method.strip("/").rpartition("/")[0]) == OPEN
-        trust = None if is_open else self.trust
+        authorizer = None if is_open else self.authorizer
         span_of = self.tracing.scope_of(method) if self.tracing is not None else None
 
         def answers(request: Any, context: Any) -> Iterator[Any]:
             # Not reset: gRPC runs each call in its own context.
             CURRENT.set(RequestId(next(NUMBERS), context.invocation_metadata))
             call, outcome = AuthenticatedContext(context), "cancelled"
-            started = 0.0 if trust is None else trust.clock()
+            started = 0.0 if authorizer is None else authorizer.clock()
             with nullcontext() if span_of is None else span_of(request, context):
                 try:
-                    if trust is not None:
-                        who = trust.authenticator
+                    if authorizer is not None:
+                        who = authorizer.authenticator
                         if who.is_open:
                             call.principal = ANYBODY
                         else:
                             metadata = context.invocation_metadata() or ()
                             call.principal = who.principal_of(metadata, context.auth_context())
                         if handler.request_streaming:
-                            trust.admit(call.principal, method)
+                            authorizer.admit(call.principal, method)
                             call.frames = 0
-                            request = _each_admitted(trust, call, method, request)
+                            request = _each_admitted(authorizer, call, method, request)
                         else:
-                            call.session = trust.admit(call.principal, method, request)
+                            call.session = authorizer.admit(call.principal, method, request)
                     if handler.response_streaming:
                         yield from behavior(request, call)
                     else:
@@ -101,11 +101,11 @@ class CallWrapper:
                         outcome = type(error).__name__
                     _abort(context, error, method)
                 finally:
-                    if trust is not None:
-                        took_s = trust.clock() - started
-                        trust.counters.note_call(method, took_s)
-                    if trust is not None and trust.audit is not None:
-                        note, peer = trust.note, context.peer
+                    if authorizer is not None:
+                        took_s = authorizer.clock() - started
+                        authorizer.counters.note_call(method, took_s)
+                    if authorizer is not None and authorizer.audit is not None:
+                        note, peer = authorizer.note, context.peer
                         about = request if call.frames is None else call.frames
                         note(call.principal, method, outcome, call.session, about, peer)
 

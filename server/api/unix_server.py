@@ -274,15 +274,15 @@ class UnixServer:
             connection.close()
             return
         with self._lock:
-            strangers = sum(peer.session is None for peer in self._peers.values())
-            has_room = strangers < self._sessions.limit and self._has_room(1)
-            if has_room:
+            unattached = sum(peer.session is None for peer in self._peers.values())
+            has_space = unattached < self._sessions.limit and self._has_space(1)
+            if has_space:
                 peer = self._peers[connection.fileno()] = _Peer(connection, self._clock())
-        if not has_room:
+        if not has_space:
             connection.close()
             logger.warning(
                 "connection closed: too many connections", server="unix",
-                descriptors=self._max_descriptors, unknown=strangers,
+                descriptors=self._max_descriptors, unknown=unattached,
                 fix="raise ulimit -n, or --max-sessions",
             )  # fmt: skip
             return
@@ -291,7 +291,7 @@ class UnixServer:
         except (OSError, ValueError):  # epoll is full, or closing
             self._hang_up(peer)
 
-    def _has_room(self, descriptors: int) -> bool:
+    def _has_space(self, descriptors: int) -> bool:
         used = len(self._peers) + _STAGING_DESCRIPTORS * len(self._staging)  # under the lock
         return used + descriptors <= self._max_descriptors
 
@@ -420,7 +420,7 @@ class UnixServer:
         with self._lock:
             if session.session_id in self._staging:
                 raise InvalidRequestError("attach", session.session_id, "attach once; then join")
-            if not self._has_room(_STAGING_DESCRIPTORS):
+            if not self._has_space(_STAGING_DESCRIPTORS):
                 fix = "the Unix socket: raise ulimit -n"
                 raise QuotaExceededError("descriptors", self._max_descriptors, fix)
             peer.staging = self._staging[session.session_id] = Staging(memory, descriptor)

@@ -209,18 +209,18 @@ class Directory:
             self._counters.add("directory_dropped_words", count)
 
     def _hold(self, key: ChunkKey) -> bool:
-        has_room = key in self._held or len(self._held) < self._limit
-        if not has_room or not self._queue(key):
+        has_space = key in self._held or len(self._held) < self._limit
+        if not has_space or not self._queue(key):
             return False
         self._held[key] = self._clock()
         self._held.move_to_end(key)
         return True
 
     def _queue(self, key: ChunkKey, limit: int = MAX_PENDING) -> bool:
-        has_room = key in self._pending or len(self._pending) < limit
-        if has_room:
+        has_space = key in self._pending or len(self._pending) < limit
+        if has_space:
             self._pending[key] = None
-        return has_room
+        return has_space
 
     def _put_back(self, keys: Sequence[ChunkKey]) -> None:
         """Queue *keys* again, whose updates failed, within half of the limit."""
@@ -239,8 +239,8 @@ class Directory:
         """Renew some entries that Redis lost or that are half of their TTL old."""
         with self._lock:
             due = max(self._lost_at, self._clock() - ENTRY_TTL_S / 2)
-            room = MAX_PENDING - len(self._pending)
-            for _ in range(min(BATCH_UPDATES, len(self._held), room)):
+            left = MAX_PENDING - len(self._pending)
+            for _ in range(min(BATCH_UPDATES, len(self._held), left)):
                 key, announced_at = next(iter(self._held.items()))
                 if announced_at >= due:
                     break

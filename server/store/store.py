@@ -223,7 +223,7 @@ class Store:
             for ticket in self._work_queue.named(key):  # lest a move makes it visible again
                 self._outcome(ticket, deadline)
             names = [name for name in self.catalog.holders(key) if tier in ("", name)]
-            gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
+            gone = [n for n in names if self.catalog.drop_copy(n, key, even_if_held=False)]
             if gone and not tier:
                 self.catalog.outcomes.note(key, Fate.deleted)
             for slot in self.tiers.slots.values():  # orphans of this delete or an earlier one
@@ -279,7 +279,7 @@ class Store:
     def _drop_expired(self) -> None:
         for key in self.catalog.expired_keys():
             for name in self.catalog.holders(key):
-                if self.catalog.cast_out(name, key, even_if_held=False):
+                if self.catalog.drop_copy(name, key, even_if_held=False):
                     self.counters.add("expired_chunks")
                     self.catalog.outcomes.note(key, Fate.expired, name)
                     with suppress(TierUnavailableError):  # an orphan; it is purged later

@@ -48,14 +48,14 @@ class Pages:
     """The application of the HTTP port. For its own thread only."""
 
     def __init__(
-        self, config: Settings, trust: Authorizer, metrics: MetricsText, dashboard: Dashboard
+        self, config: Settings, authorizer: Authorizer, metrics: MetricsText, dashboard: Dashboard
     ) -> None:
         # This host sees all pages. Other hosts see the dashboard over TLS with authentication or
         # with --insecure; and the metrics with credentials or with --open-pages.
         is_guarded = config.http_tls and config.authenticates_callers
         self._shows_dashboard = config.insecure or is_guarded
         self._guards_metrics = not (config.open_pages or config.insecure)
-        self._trust = trust
+        self._authorizer = authorizer
         self._metrics = metrics
         self._dashboard = dashboard
         self._readers = 0
@@ -88,7 +88,7 @@ class Pages:
         try:
             proof = [("authorization", _bearer(given))] if given else []
             certificate = {X509: [pem]} if pem else {}
-            principal = self._trust.authenticator.principal_of(proof, certificate)
+            principal = self._authorizer.authenticator.principal_of(proof, certificate)
             if "admin" not in principal.roles:
                 raise PermissionDeniedError(f"{principal.name} lacks the role 'admin'")
         except KVStoreError as error:
@@ -96,7 +96,7 @@ class Pages:
                 host, port = request.client or ("", 0)
                 peer = f"http:{host}:{port}"
                 outcome = type(error).__name__
-                self._trust.note(principal, METHOD, outcome, peer=lambda: peer)
+                self._authorizer.note(principal, METHOD, outcome, peer=lambda: peer)
             raise
 
     async def _answer(self, request: Request) -> Response:
@@ -146,7 +146,7 @@ def _bearer(given: str) -> str:
     return SCHEME + text.partition(":")[2]
 
 
-def open_http(config: Settings, backend: Backend, trust: Authorizer) -> HttpServer:
+def open_http(config: Settings, backend: Backend, authorizer: Authorizer) -> HttpServer:
     """Serve the metrics and the dashboard at ``--http``. Raises InvalidRequestError."""
     store = backend.store
     metrics = MetricsText(
@@ -158,7 +158,7 @@ def open_http(config: Settings, backend: Backend, trust: Authorizer) -> HttpServ
     tls: TlsFiles | None = None
     if config.http_tls and config.tls_cert is not None and config.tls_key is not None:
         tls = (config.tls_cert, config.tls_key, config.tls_client_ca)
-    pages = Pages(config, trust, metrics, dashboard)
+    pages = Pages(config, authorizer, metrics, dashboard)
     server = HttpServer(parse_endpoint(config.http), pages.app, tls, dashboard.tick)
     pages.is_ending = server.is_ending
     return server

@@ -31,7 +31,7 @@ def load(core: Core, version: Version, tier: str = "disk") -> object:
 
 def drop_from_cpu(core: Core, version: Version) -> None:
     """Evict one chunk from CPU memory, whatever the policy would say."""
-    assert core.catalog.cast_out("cpu", version.info.key)
+    assert core.catalog.drop_copy("cpu", version.info.key)
     core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
 
 

@@ -279,11 +279,11 @@ def test_where_callers_are_asked_the_page_is_for_admins(world: Callable[..., Wor
 def test_events_end_with_the_key_that_asked_for_them(world: Callable[..., World]) -> None:
     guarded = world("--http", "127.0.0.1:0")
     key = guarded.ring.make("ops", "admin")
-    guarded.server.node.trust.authenticator.refresh()
+    guarded.server.node.authorizer.authenticator.refresh()
     reader = Events(guarded.server, basic(key))
     assert reader.next() is not None
     guarded.ring.revoke(key)
-    guarded.server.node.trust.authenticator.refresh()
+    guarded.server.node.authorizer.authenticator.refresh()
     while reader.next() is not None:
         continue
     reader.close()
