@@ -56,9 +56,8 @@ class AdminCalls:
         self._sessions = backend.sessions
         self._checks = backend.checks
         self._clock = backend.checks.clock
-        self._limits = (
-            backend.authorizer.limits if backend.authorizer else TenantLimits({}, self._clock)
-        )
+        authorizer = backend.authorizer
+        self._limits = authorizer.limits if authorizer else TenantLimits({}, self._clock)
         self._scrub = backend.scrub
         self._explainer = explainer
         self._requests = requests

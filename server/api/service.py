@@ -453,11 +453,7 @@ class DataCalls:
             if session is not None and session.is_closed:
                 raise LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
             # A session ends with its credentials; check those of a call without one.
-            if (
-                session is None
-                and authorizer is not None
-                and not authorizer.authenticator.holds(caller)
-            ):
+            if session is None and authorizer and not authorizer.authenticator.holds(caller):
                 raise UnauthenticatedError("credentials: no longer valid; call with others")
             page, now = reader.poll(), self._clock()
             if page is not None:
