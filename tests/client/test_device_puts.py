@@ -394,7 +394,7 @@ def test_the_arena_stays_read_only_to_clients_and_a_draining_server_takes_no_put
     os.close(descriptor)
     headers = headers_of(client, ring, chunks)
     server.node.store.writes.is_draining = True
-    with pytest.raises(KVStoreError, match="drains"):
+    with pytest.raises(KVStoreError, match="draining"):
         call(client, headers, [0])
 
 
