@@ -65,7 +65,7 @@ def record(
     if out.exists():
         raise FileExistsError(EEXIST, "the file exists: give another name", str(out))
     with app.connected(address) as connection:
-        page = app.ask(connection, "Trace")
+        page = app.rpc(connection, "Trace")
         with out.open("xb") as file:
             writer = TraceWriter(file, block_tokens)
             left_s, until = duration_s, clock() + duration_s
@@ -73,7 +73,7 @@ def record(
                 sleep(min(POLL_S, left_s))
                 left_s = until - clock()
                 while True:
-                    page = app.ask(connection, "Trace", recording=page.recording, after=page.last)
+                    page = app.rpc(connection, "Trace", recording=page.recording, after=page.last)
                     writer.lost += page.lost
                     if not page.records:
                         break

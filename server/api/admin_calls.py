@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableSequence
 from dataclasses import replace
+from itertools import islice
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -128,8 +129,7 @@ class AdminCalls:
         held = self._catalog.queries.page(
             session.namespace, request.after, request.prefix, request.limit
         )
-        for start in range(0, len(held), LIST_PAGE_CHUNKS):
-            page = held[start : start + LIST_PAGE_CHUNKS]
+        while page := list(islice(held, LIST_PAGE_CHUNKS)):
             yield pb.ListResponse(chunks=map(_chunk_stat, page))
 
     def Spaces(self, request: pb.SpacesRequest, caller: Principal) -> pb.SpacesResponse:

@@ -15,7 +15,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import messages
 from kvstore.proto.blend import (
     ACCURACY_TAG,
-    MAX_ASKED_CHUNKS,
+    MAX_REQUESTED_CHUNKS,
     MAX_SEGMENTS,
     UNKNOWN,
     ContextMass,
@@ -158,7 +158,7 @@ class Checks:
 
     @property
     def _most_blended(self) -> int:
-        return min(MAX_ASKED_CHUNKS, self.max_batch_chunks)
+        return min(MAX_REQUESTED_CHUNKS, self.max_batch_chunks)
 
     def question(self, session: Session, request: pb.ResolveRequest) -> Question:
         """Return the query of *request*. Raises InvalidRequestError."""

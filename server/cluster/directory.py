@@ -156,7 +156,7 @@ class Directory:
         for some in by_bucket.values():
             names = list(map(self._name, some))
             calls.append((names[0], (b"EVAL", _MEMBERS, len(names), *names, MAX_HOLDERS)))
-        replies = self._link.ask(calls, within_s=within_s, reply_bytes=MAX_ANSWER_BYTES)
+        replies = self._link.execute(calls, within_s=within_s, reply_bytes=MAX_ANSWER_BYTES)
         known: dict[bytes, tuple[tuple[NodeAddress, ...], list[bytes]]] = {}
         for some, reply in zip(by_bucket.values(), replies, strict=True):
             rows = reply.split(b"\n") if isinstance(reply, bytes) else []
@@ -309,7 +309,7 @@ class Directory:
         for one in (*back, *dead[:BATCH_UPDATES]):
             self._unknown.pop(one, None)
         names = [(self._name(key), member) for key, member in dead[:BATCH_UPDATES]]
-        self._link.ask([(name, (b"SREM", name, member)) for name, member in names])
+        self._link.execute([(name, (b"SREM", name, member)) for name, member in names])
         self._flush()
 
     def _log_state(self, state: MembershipState, rival: NodeAddress | None) -> None:
@@ -339,7 +339,7 @@ class Directory:
             calls.append((name, (b"EXPIRE", name, ENTRY_TTL_S)))
         lost = [key for key, _ in updates]
         try:
-            replies = self._link.ask(calls)
+            replies = self._link.execute(calls)
             pairs = zip(lost, replies[::2], strict=True)
             lost = [key for key, reply in pairs if isinstance(reply, KVStoreError)]
         except OutOfMemoryError:

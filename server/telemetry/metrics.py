@@ -95,7 +95,7 @@ COUNTERS: Mapping[str, str] = {
     "event_restarts": "times a reader of events fell behind the kept events and restarted",
     "event_invalid_requests": "invalid requests for missed events",
     "event_cut_replays": "replays of events cut off because their reader stalled",
-    "stalled_calls": "calls ended because their messages did not arrive",
+    "stalled_calls": "calls ended because messages did not arrive or were not read",
     "expired_leases": "leases that expired",
     "expired_sessions": "sessions closed because they were idle",
     "revoked_sessions": "sessions closed because their key was revoked or their token had expired",

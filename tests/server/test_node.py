@@ -59,7 +59,7 @@ def test_gpu_tier_without_what_it_needs_is_refused_with_the_fix(
         make_server("--tiers", "gpu,cpu")
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(TierUnavailableError, match=r"sees 0 CUDA devices.*install a CUDA build"):
+    with pytest.raises(TierUnavailableError, match=r"has 0 CUDA devices.*install a CUDA build"):
         make_server("--tiers", "gpu,cpu")
     monkeypatch.setitem(sys.modules, "torch", None)
     with pytest.raises(TierUnavailableError, match=r"install kvstore-server\[gpu\]"):

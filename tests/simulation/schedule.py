@@ -221,7 +221,7 @@ class Schedule:
             session = world.sessions.open(REPRESENTATION, "the end", tenant)
             mine = world.catalog.queries.keys_from(session.namespace)
             world.store.delete(mine, world.clock() + 1)
-            assert world.catalog.queries.page(session.namespace) == []
+            assert not list(world.catalog.queries.page(session.namespace))
             self.writers.put_one(session, universe().chains[tenant][0][0])
             assert world.sessions.close(session.session_id)
         world.settle()

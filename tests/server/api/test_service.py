@@ -265,6 +265,14 @@ BAD_RESERVES: list[tuple[Callable[[pb.ReserveRequest], object], type[KVStoreErro
     (_component("kind", 77), InvalidRequestError, "layout='77 is not.*we know"),
     (_component("kv_heads", 3), LayoutMismatchError, "this session's is KVLayout"),
     (
+        lambda r: r.layouts[0].components.extend([pb.Component()] * 64),
+        InvalidRequestError, "layout=65: at most 64 components",
+    ),
+    (
+        lambda r: r.layouts[0].extents.extend(65 * [pb.Extent()]),
+        InvalidRequestError, "layout=65: at most 64 components",
+    ),
+    (
         lambda r: r.frame_bytes.__setitem__(1, 1 << 63), InvalidRequestError,
         f"frame_bytes={1 << 63}: at most",
     ),

@@ -520,6 +520,15 @@ def test_a_frame_comes_whole_and_verified_and_looks_are_no_uses(server: LocalSer
     assert server.settled().leases == 0
 
 
+def test_a_listing_looks_at_a_chunk_when_its_turn_comes_and_keeps_none(server: LocalServer) -> None:
+    client = server.connect()
+    keys = sorted(store(client, 1, 4))
+    page = server.node.store.catalog.queries.page(Namespace(keys[0][:DIGEST_BYTES]))
+    assert next(page).key == keys[0]
+    assert client.delete(keys=keys[2:]) == 2
+    assert [one.key for one in page] == keys[1:2]
+
+
 def test_top_prefixes_are_the_ends_of_what_was_found_most(server: LocalServer) -> None:
     client = server.connect("grpc")
     shared, rare = store(client, 1, 4), store(client, 2, 2)
