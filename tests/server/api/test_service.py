@@ -262,7 +262,7 @@ BAD_RESERVES: list[tuple[Callable[[pb.ReserveRequest], object], type[KVStoreErro
         lambda r: r.layout.__setitem__(1, 7), InvalidRequestError,
         "layout=7: index into layouts",
     ),
-    (_component("kind", 77), InvalidRequestError, "layout='77 is not.*we know"),
+    (_component("kind", 77), InvalidRequestError, "layout='77 is not.*use a known"),
     (_component("kv_heads", 3), LayoutMismatchError, "this session's is KVLayout"),
     (
         lambda r: r.layouts[0].components.extend([pb.Component()] * 64),
