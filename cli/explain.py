@@ -135,7 +135,7 @@ def _explained(
                 if one.state not in ("ready", "no_end", "behind"):
                     gap = at if gap is None else gap
                 elif gap is not None and one.state != "no_end":
-                    one.state, one.reason = "behind", f"here, but chunk {gap} before it is not"
+                    one.state, one.reason = "behind", f"cached, but the earlier chunk {gap} is not"
             if whole.near:
                 del reply.near[:]
             hits = reply.hit_chunks if whole.hit_chunks == first else 0

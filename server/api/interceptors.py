@@ -58,11 +58,11 @@ class CallWrapper:
     """Wraps the handlers of gRPC calls.
 
     KVStoreErrors are sent with their status and class name, anything else as INTERNAL. Each call
-    has a request id, and a span with ``tracing``. ``trust`` authenticates and admits calls, except
-    health, and records their outcomes.
+    has a request id, and a span with ``tracing``. ``authorizer`` authenticates and admits calls,
+    except health, and records their outcomes.
     """
 
-    trust: Authorizer | None = None
+    authorizer: Authorizer | None = None
     tracing: Tracing | None = None
 
     def around(
@@ -77,7 +77,7 @@ class CallWrapper:
         many: Any = handler.stream_unary or handler.stream_stream
         behavior: Behavior = one or many
         is_open = SERVICES.get(method.strip("/").rpartition("/")[0]) == OPEN
-        trust = None if is_open else self.trust
+        authorizer = None if is_open else self.authorizer
         span_of = self.tracing.scope_of(method) if self.tracing is not None else None
 
         def answers(requests: Any, context: Any) -> Iterator[Any]:
@@ -86,17 +86,21 @@ class CallWrapper:
             call, outcome, started = AuthenticatedContext(context), "cancelled", 0.0
             with nullcontext() if span_of is None else span_of(call):
                 try:
-                    who = ANYBODY if trust is None else _caller(trust.authenticator, context)
+                    who = (
+                        ANYBODY
+                        if authorizer is None
+                        else _caller(authorizer.authenticator, context)
+                    )
                     call.principal = who
                     call.request = request = receive(requests, call)
-                    if trust is not None:
-                        started = trust.clock()
+                    if authorizer is not None:
+                        started = authorizer.clock()
                         if handler.request_streaming:
-                            trust.admit(who, method)
+                            authorizer.admit(who, method)
                             call.frames = 0
-                            request = _each_admitted(trust, call, method, request)
+                            request = _each_admitted(authorizer, call, method, request)
                         else:
-                            call.session = trust.admit(who, method, request)
+                            call.session = authorizer.admit(who, method, request)
                     if handler.response_streaming:
                         yield from taken(behavior(request, call), call)
                     else:
@@ -107,10 +111,10 @@ class CallWrapper:
                         outcome = type(error).__name__
                     _abort(context, error, method)
                 finally:
-                    if trust is not None and call.request is not None:
-                        trust.counters.note_call(method, trust.clock() - started)
-                    if trust is not None and trust.audit is not None:
-                        note, peer = trust.note, context.peer
+                    if authorizer is not None and call.request is not None:
+                        authorizer.counters.note_call(method, authorizer.clock() - started)
+                    if authorizer is not None and authorizer.audit is not None:
+                        note, peer = authorizer.note, context.peer
                         about = call.request if call.frames is None else call.frames
                         note(call.principal, method, outcome, call.session, about, peer)
 

@@ -287,7 +287,7 @@ class LoadShedder(ServerInterceptor):
 
     def _refuse(self, requests: Any, context: grpc.ServicerContext) -> Any:
         self._counters.add("shed_calls")
-        raise QuotaExceededError("waiting calls", 0, "this server; it is overloaded, wait a little")
+        raise QuotaExceededError("waiting calls", 0, "this server; it is overloaded, retry later")
 
 
 def _handler(handler: Handler, behavior: Behavior, pool: futures.ThreadPoolExecutor) -> Handler:

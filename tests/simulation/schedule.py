@@ -100,7 +100,7 @@ class Schedule:
         self.world.store.tick()
         self.oracle.note_tick()
         silent = self.world.clock() - SESSION_TTL_S
-        late = [session for session in self.sessions if session.heard_at < silent]
+        late = [session for session in self.sessions if session.active_at < silent]
         expired = self.world.sessions.expire()
         self.world.counters.add("expired_sessions", expired)
         assert expired == len(late)
