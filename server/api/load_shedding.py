@@ -23,7 +23,13 @@ import grpc
 from typing_extensions import override
 
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, QuotaExceededError
-from kvstore.server.api.interceptors import Behavior, CallWrapper, guarded, principal_of
+from kvstore.server.api.interceptors import (
+    AuthenticatedContext,
+    Behavior,
+    CallWrapper,
+    guarded,
+    principal_of,
+)
 from kvstore.server.security.sessions import ANYBODY
 from kvstore.server.telemetry.events import EVENT_READERS
 from kvstore.server.telemetry.metrics import Counters
@@ -70,13 +76,13 @@ class StallGuard:
     def __init__(self, most: int, clock: Callable[[], float]) -> None:
         self._most = most
         self._clock = clock
-        self._waiting: dict[grpc.ServicerContext, float] = {}
+        self._waiting: dict[AuthenticatedContext, float] = {}
         """Start of each wait, the earliest first."""
         self._slow: dict[str, float] = {}
         """End of the time for which a tenant counts as slow."""
         self._lock = threading.Lock()  # guards the two above
 
-    def each(self, messages: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
+    def each(self, messages: Iterator[T], context: AuthenticatedContext) -> Iterator[T]:
         """Yield the messages of a call."""
         while True:
             with self._wait(context):
@@ -85,14 +91,14 @@ class StallGuard:
                 return
             yield message
 
-    def taken(self, answers: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
+    def taken(self, answers: Iterator[T], context: AuthenticatedContext) -> Iterator[T]:
         """Yield the answers of a call; each must be read before the next is made."""
         for answer in answers:
             with self._wait(context):
                 yield answer
 
     @contextmanager
-    def _wait(self, context: grpc.ServicerContext) -> Iterator[None]:
+    def _wait(self, context: AuthenticatedContext) -> Iterator[None]:
         with self._lock:
             self._check_share(principal_of(context).tenant)
             self._waiting[context] = self._clock()

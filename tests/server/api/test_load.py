@@ -200,10 +200,11 @@ def test_who_says_nothing_is_ended_the_longest_silent_first() -> None:
 def test_a_slow_tenant_gets_the_last_quarter_of_threads_again_when_its_time_is_over() -> None:
     now, both = [0.0], [Principal("key:1", name, ROLES) for name in ("slow", "other")]
     guard = StallGuard(1, lambda: now[0])
-    silent: Any = [AuthenticatedContext(Silent(), both[0]) for _ in range(3)]
+    calls: list[Any] = [Silent() for _ in range(3)]
+    silent = [AuthenticatedContext(one, both[0]) for one in calls]
     with ThreadPoolExecutor(3) as threads:
         for count, one in enumerate(silent, 1):
-            threads.submit(list, guard.each(one._context, one))
+            threads.submit(list, guard.each(calls[count - 1], one))
             assert eventually(lambda count=count: len(guard._waiting) == count)  # type: ignore[misc]
         slow, other = (AuthenticatedContext(Silent(), who) for who in both)  # type: ignore[arg-type]
         assert list(guard.each(iter([1]), slow)) == [1], "nobody is slow yet"
@@ -242,7 +243,7 @@ def test_a_tenant_that_renews_its_silent_calls_leaves_threads_for_another(
         with grpc.insecure_channel(server.address, options) as channel:
             call = channel.stream_unary(SERVICE + "Quota", None, None)
             try:
-                call(messages, timeout=2, metadata=[("authorization", f"Bearer {key}")])
+                call(messages, timeout=2, metadata=(("authorization", f"Bearer {key}"),))
             except grpc.RpcError:
                 return False
             return True
