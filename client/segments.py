@@ -17,7 +17,7 @@ from kvstore.client.server_link import LeftMs, ServerLink, batches
 from kvstore.client.transports.base import Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import (
-    MAX_ASKED_CHUNKS,
+    MAX_REQUESTED_CHUNKS,
     GateView,
     Resolution,
     ResolvedChunk,
@@ -285,7 +285,7 @@ def joined_resolutions(found: Sequence[Resolution]) -> Resolution:
 
 
 def _most(transport: Transport) -> int:
-    return min(MAX_ASKED_CHUNKS, transport.session.terms.max_batch_chunks)
+    return min(MAX_REQUESTED_CHUNKS, transport.session.terms.max_batch_chunks)
 
 
 def _is_promised(chunks: Sequence[FoundChunk], place: int, header: FrameHeader) -> bool:

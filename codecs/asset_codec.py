@@ -170,7 +170,7 @@ class TurnedTables(AssetTables):
 def moved_to(position: int | None, stored: int, frequencies: Floats | None) -> int:
     """Return the position to decode keys of *stored* to. Raises InvalidRequestError."""
     if position is not None and position != stored and frequencies is None:
-        raise InvalidRequestError("position", position, "the asset knows no rotary embedding")
+        raise InvalidRequestError("position", position, "the asset has no rotary embedding")
     return stored if position is None else position
 
 
@@ -275,7 +275,7 @@ class AssetCodec(LossyCodec):
             tables = _tables(self.tables, asset).layer(layer.layer_id, component)
             if tables is None:
                 shape = (component.parts, component.kv_heads, component.head_dim)
-                fix = f"layer {layer.layer_id} of the asset is another: calibrate for this model"
+                fix = f"layer {layer.layer_id} of the asset differs: calibrate for this model"
                 raise LayoutMismatchError("layer", shape, fix)
             found = self.coded(bits, layer, tables)
         if found is not None:
@@ -307,7 +307,7 @@ class AssetCodec(LossyCodec):
         if position is not None:
             raise InvalidRequestError("position", position, "this layer's keys cannot be rotated")
         if body[:HEAD_BYTES].any():
-            raise InvalidFrameError("method", int(body[0]), "this reader knows 0 and 1")
+            raise InvalidFrameError("method", int(body[0]), "this reader supports 0 and 1")
         for part, view in zip(views, part_views(body[HEAD_BYTES:], component), strict=True):
             np.copyto(part, view)
 

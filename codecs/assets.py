@@ -132,9 +132,9 @@ def parse_asset(data: bytes) -> Asset:
         raise InvalidRequestError("asset", data[:4], f"an asset starts with {MAGIC!r}")
     _, version, kind, count, edition, size, representation = _FIXED.unpack_from(data)
     if version != VERSION:
-        raise InvalidRequestError("asset version", version, f"this reader knows {VERSION}")
+        raise InvalidRequestError("asset version", version, f"this reader supports {VERSION}")
     if size != len(data) or size > MAX_ASSET_BYTES:
-        raise InvalidRequestError("asset", len(data), f"its header says {size} bytes")
+        raise InvalidRequestError("asset", len(data), f"its header states {size} bytes")
     end = size - _CHECKSUM_BYTES
     if checksum(data[:end]) != int.from_bytes(data[end:], "little"):
         raise InvalidRequestError("asset checksum", data[end:].hex(), "damaged: calibrate again")
@@ -144,7 +144,7 @@ def parse_asset(data: bytes) -> Asset:
         raise InvalidRequestError("asset tables", count, f"1 to {MAX_TABLES}")
     tables = dict(_tables(data, count, end))
     if len(tables) != count:
-        raise InvalidRequestError("asset tables", sorted(tables), "a name stands twice")
+        raise InvalidRequestError("asset tables", sorted(tables), "a name occurs twice")
     digest = blake3(data).digest(length=DIGEST_BYTES)
     return Asset(AssetKind(kind), representation, edition, MappingProxyType(tables), digest)
 
@@ -161,7 +161,7 @@ def _tables(data: bytes, count: int, end: int) -> Iterator[tuple[str, Table]]:
         dtype = np.dtype(_DTYPES[code])
         at += -at % _ALIGN_BYTES
         if start != at or not 0 < items <= (end - at) // dtype.itemsize:
-            raise InvalidRequestError("asset table", (text, start, shape), "outside of the asset")
+            raise InvalidRequestError("asset table", (text, start, shape), "outside the asset")
         table = np.frombuffer(data, dtype, items, at).reshape(shape[:extents])
         at += table.nbytes
         yield text.decode(), table

@@ -218,7 +218,7 @@ class Codec(ABC):
         InvalidRequestError for a *position* if keys cannot be rotated.
         """
         if position is not None:
-            fix = f"{self.name} stores keys as they are rotated"
+            fix = f"{self.name} cannot rotate stored keys"
             raise InvalidRequestError("position", position, fix)
         self.decode_segment(data[0], component, out)
 
@@ -286,8 +286,8 @@ class Codec(ABC):
         unsummed = 0 if template.flags & FLAG_UNSUMMED else None
         every = (terms or EncodeTerms()).layers(template.layout, template.position)
         for layer, parts in zip(every, layers, strict=True):
-            room = writer.reserve(self.max_segment_bytes(layer.component))
-            encoded = self.encode_layer(parts, layer, room)
+            buffer = writer.reserve(self.max_segment_bytes(layer.component))
+            encoded = self.encode_layer(parts, layer, buffer)
             writer.commit(encoded.stored_bytes, unsummed)
             for level, data in zip(later, encoded.refinements, strict=True):
                 level.append(data)
@@ -413,7 +413,7 @@ def check_tensors(layout: KVLayout, tensors: AnyTensors, *, is_target: bool = Fa
             check_parts(component, parts)
             for part in parts if is_target else ():
                 if isinstance(part, np.ndarray) and not part.flags.writeable:
-                    fix = "give memory that can be written to"
+                    fix = "give writable memory"
                     raise InvalidRequestError("out", "read-only", fix)
 
 

@@ -131,12 +131,12 @@ class BlockPart:
 
     def scatter(self, part: NDArray[Any]) -> None:
         """Copy *part*, a tensor of this shape and type, into the blocks."""
-        is_turned = self.pages.strides[2] < self.pages.strides[3]
+        is_transposed = self.pages.strides[2] < self.pages.strides[3]
         for piece in self.span.scattered:
             ours = self._in_blocks(part, piece)
             # One numpy call, without the interpreter lock. It iterates in the order of its
             # destination, so for transposed pages both sides are transposed.
-            if is_turned:
+            if is_transposed:
                 self.pages.swapaxes(2, 3)[piece.blocks, :, :, piece.slots] = ours.swapaxes(2, 3)
             else:
                 self.pages[piece.blocks, :, piece.slots] = ours
@@ -165,23 +165,23 @@ ROW_SUM = 4
 class Alike(NamedTuple):
     """Layout of layers whose parts lie in arrays of one shape and order, for ``block_rows``.
 
-    ``heads``: address of each head of each part, (layers, parts, heads, 1). ``turned``: for each
-    part whether it is transposed, with tokens as the innermost dimension.
+    ``heads``: address of each head of each part, (layers, parts, heads, 1). ``transposed``: for
+    each part whether it is transposed, with tokens as the innermost dimension.
     """
 
     shape: tuple[int, ...]
     item_bytes: int
     block_step: int
     heads: NDArray[np.int64]
-    turned: tuple[bool, ...]
+    transposed: tuple[bool, ...]
 
     @classmethod
     def of(cls, layers: Sequence[Sequence[NDArray[Any]]]) -> Alike | None:
         """Return the layout of the pages of *layers*; None if no compiled loop can copy to them."""
         first = layers[0] if layers else ()
-        turned = [_is_turned(pages) for pages in first]
+        transposed = [_is_transposed(pages) for pages in first]
         orders = [pages.strides for pages in first]
-        if not first or None in turned or len({order[:2] for order in orders}) > 1:
+        if not first or None in transposed or len({order[:2] for order in orders}) > 1:
             return None
         shape, bases = first[0].shape, list[int]()
         for layer in layers:
@@ -194,8 +194,8 @@ class Alike(NamedTuple):
         block_step, head_step = orders[0][:2]
         starts = np.array(bases, np.int64).reshape(len(layers), len(first), 1, 1)
         heads = starts + np.arange(shape[1])[:, None] * head_step
-        is_turned = tuple(map(bool, turned))
-        return cls(shape, first[0].itemsize, block_step, heads, is_turned)
+        is_transposed = tuple(map(bool, transposed))
+        return cls(shape, first[0].itemsize, block_step, heads, is_transposed)
 
 
 class BlockLayers(Sequence[list[BlockPart]]):
@@ -242,11 +242,11 @@ class BlockStack(BlockLayers):
         super().__init__(pages, Alike.of(pages), span)
         self._parts = tuple(parts)
 
-    def gather(self, room: NDArray[np.uint8]) -> None:
-        """Fill *room* with the layers in the order of a raw frame, part after part."""
+    def gather(self, out: NDArray[np.uint8]) -> None:
+        """Fill *out* with the layers in the order of a raw frame, part after part."""
         layers, blocks, heads, tokens, width = self._parts[0].shape
         shape = layers, len(self._parts), heads, blocks, tokens, width
-        typed = room.view(f"<u{self._parts[0].itemsize}").reshape(shape)
+        typed = out.view(f"<u{self._parts[0].itemsize}").reshape(shape)
         for number, part in enumerate(self._parts):
             np.copyto(typed[:, number], part.swapaxes(1, 2))
 
@@ -275,23 +275,23 @@ def block_rows(
     if ids.min() < 0 or ids.max() >= blocks:
         return None
     block_bytes = tokens * width * alike.item_bytes
-    layer_rows = len(alike.turned) * heads * len(ids)
+    layer_rows = len(alike.transposed) * heads * len(ids)
     if max(starts) + layer_rows * block_bytes > len(frame) or frame.strides != (1,):
         return None  # the copy layer by layer raises
-    rows = np.zeros((len(layers), len(alike.turned), heads, len(ids), BLOCK_ROW), np.uint64)
+    rows = np.zeros((len(layers), len(alike.transposed), heads, len(ids), BLOCK_ROW), np.uint64)
     rows[..., 0] = alike.heads + ids * alike.block_step
     origins = np.array(starts) + frame.ctypes.data
     steps = np.arange(0, layer_rows * block_bytes, block_bytes)
     rows[..., 1] = (origins[:, None] + steps).reshape(rows.shape[:-1])
     rows[..., 2] = block_bytes // LOOP_UNIT_BYTES
     rows[:, -1, -1, -1, 3] = layer_rows * block_bytes
-    for at, is_turned in enumerate(alike.turned):
-        if is_turned:
+    for at, is_transposed in enumerate(alike.transposed):
+        if is_transposed:
             rows[:, at, ..., 5:] = tokens, width, alike.item_bytes
     return rows
 
 
-def _is_turned(pages: NDArray[Any]) -> bool | None:
+def _is_transposed(pages: NDArray[Any]) -> bool | None:
     """Return whether *pages* are transposed, with tokens as the innermost dimension.
 
     None if neither order is contiguous, or blocks are no multiples of the loop's unit.
@@ -300,8 +300,8 @@ def _is_turned(pages: NDArray[Any]) -> bool | None:
     item, order = pages.itemsize, pages.strides[2:]
     if item not in (1, 2, 4) or tokens * width * item % LOOP_UNIT_BYTES:
         return None
-    is_turned = order == (item, tokens * item)
-    return is_turned if is_turned or order == (width * item, item) else None
+    is_transposed = order == (item, tokens * item)
+    return is_transposed if is_transposed or order == (width * item, item) else None
 
 
 def to_dense(part: NDArray[Any] | BlockPart) -> NDArray[Any]:

@@ -164,9 +164,9 @@ def to_tiles(array: Table, padding: int) -> Table:
     if dim % GROUP_CHANNELS == 0:
         return np.ascontiguousarray(array.reshape(parts * heads, *tokens, dim))
     channels = heads * dim
-    room = np.full((parts, *tokens, channels + -channels % GROUP_CHANNELS), padding, np.uint8)
-    room[..., :channels] = np.moveaxis(array, 1, -2).reshape(parts, *tokens, channels)
-    return room
+    padded = np.full((parts, *tokens, channels + -channels % GROUP_CHANNELS), padding, np.uint8)
+    padded[..., :channels] = np.moveaxis(array, 1, -2).reshape(parts, *tokens, channels)
+    return padded
 
 
 _BOX_ITEMS = 1 << 15

@@ -89,7 +89,7 @@ def make_asset(kind: AssetKind, samples: Samples, folder: Path) -> tuple[Path, A
     Raises InvalidRequestError, also for a damaged asset in the folder.
     """
     if kind is not AssetKind.cachegen and samples.rope is None and samples.component.parts == 2:
-        fix = "it turns keys back, and dumps do not say by what: give the model and a text"
+        fix = "it needs the rotary embedding, which dumps lack: give the model and a text"
         raise InvalidRequestError("sources", "dumps", fix)
     tables = learn(kind, [samples.component], samples.chunks, samples.rope)
     model = samples.model_digest
@@ -410,7 +410,7 @@ def _frequencies_of(component: Component, rope: RopeParameters | None) -> Floats
         return None
     found = inverse_frequencies(rope, component.head_dim)
     if found is None:
-        raise InvalidRequestError("rope", rope.scaling, "such keys cannot be turned back")
+        raise InvalidRequestError("rope", rope.scaling, "this rotation cannot be undone")
     return found
 
 

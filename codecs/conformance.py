@@ -102,9 +102,9 @@ def _changes(header: FrameHeader) -> Iterator[tuple[str, int, bytes]]:
         ("header_bytes 64 too many", 8, u(4, header.header_bytes + 64)),
         ("no components", 12, u(2, 0)),
         ("65535 components", 12, u(2, -1)),
-        ("a codec that is gone", 14, u(2, 1)),
-        ("a codec from the future", 14, u(2, -1)),
-        ("a revision from the future", 16, u(2, -1)),
+        ("a removed codec", 14, u(2, 1)),
+        ("a future codec", 14, u(2, -1)),
+        ("a future revision", 16, u(2, -1)),
         ("an unknown accuracy", 18, u(1, 3)),
         ("255 levels", 19, u(1, 255)),
         ("no segments", 20, u(4, 0)),
@@ -165,18 +165,18 @@ def check_reader(read: Reader, path: Path, decoded: Decoded, folder: Path) -> It
     found = read(path)
     if header.shard is not None:
         if found is not None:
-            yield "takes a rectangle for a whole chunk"
+            yield "accepts a shard as a whole chunk"
     elif found is None:
-        yield "refuses it"
+        yield "refuses a valid frame"
     elif len(found) != len(decoded.data):
-        yield f"gives {len(found)} bytes, not {len(decoded.data)}"
+        yield f"returns {len(found)} bytes, not {len(decoded.data)}"
     elif most := _steps_apart(header, found, decoded.data):
-        yield f"gives values that are {most} steps off"
+        yield f"returns values that are {most} steps off"
     for number, (name, data) in enumerate(damaged(header, frame)):
         copy = folder / f"{path.stem}-{number}.frame"
         copy.write_bytes(data)
         if read(copy) is not None:
-            yield f"does not refuse a copy with a fault: {name}"
+            yield f"accepts a copy with a fault: {name}"
         copy.unlink()
 
 
@@ -245,7 +245,7 @@ def _decode(paths: Sequence[Path]) -> int:
             sys.stderr.write(f"{path.name}: {error}\n")
             return 1
         if decoded.header.shard is not None:
-            sys.stderr.write(f"{path.name}: a rectangle, not a whole chunk\n")
+            sys.stderr.write(f"{path.name}: a shard, not a whole chunk\n")
             return 1
         sys.stdout.buffer.write(decoded.data)
     return 0

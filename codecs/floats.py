@@ -117,4 +117,4 @@ class ByteCutter:
     def end(self) -> None:
         """Raise InvalidFrameError if bytes are left."""
         if self.at != len(self._data):
-            raise InvalidFrameError("stored_bytes", len(self._data), f"its counts make {self.at}")
+            raise InvalidFrameError("stored_bytes", len(self._data), f"its counts give {self.at}")

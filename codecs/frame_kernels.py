@@ -142,7 +142,7 @@ class LaunchedKernels(FrameKernels):
             run(self._launch, "chain_blocks", grid, segments.table, sums, *sizes)
         given = (memory, frames, segments.table, sums, hashes)
         run(self._launch, "finish_segments", (-(-total // THREADS), 1), *given, *sizes)
-        there = brought(hashes)
+        there = to_host(hashes)
 
         def wait() -> list[list[int]]:
             found = there().view(np.uint64).tolist()
@@ -222,7 +222,7 @@ class LaunchedKernels(FrameKernels):
                 tables.starts[2 * cut.start :], found[count * cut.start :],
                 np.uint64(len(memory)), before, count,
             )  # fmt: skip
-        there = brought(found)
+        there = to_host(found)
         return lambda: there().reshape(frames, count)
 
     def _word(self, plan: _Plan, memory: torch.Tensor, frames: Sequence[FrameAt]) -> int:
@@ -236,12 +236,12 @@ class LaunchedKernels(FrameKernels):
         with self._lock:
             plan = self._plans.get(key)
             if plan is None:
-                plan = self._plans[key] = self._made(header, paged)
+                plan = self._plans[key] = self._make_plan(header, paged)
                 while len(self._plans) > MAX_PLANS:
                     self._plans.popitem(last=False)
             return plan
 
-    def _made(self, header: FrameHeader, paged: Paged) -> _Plan:
+    def _make_plan(self, header: FrameHeader, paged: Paged) -> _Plan:
         segments = header.segments
         rows: list[tuple[int, ...]] = []
         shapes, first_rows = [], []
@@ -289,7 +289,7 @@ def _frame_cuts(frames: int, rows: int) -> list[slice]:
     return grid_cuts(frames, max(1, MAX_GRID_Y // rows))
 
 
-def brought(numbers: torch.Tensor) -> Callable[[], NDArray[np.int64]]:
+def to_host(numbers: torch.Tensor) -> Callable[[], NDArray[np.int64]]:
     """Queue a copy of *numbers* to the host; the returned function waits for it."""
     if numbers.device.type == "cpu":
         return numbers.numpy

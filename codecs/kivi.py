@@ -213,11 +213,11 @@ class KiviCodec(LossyCodec):
         for part, method, by_token, body in zip(
             out, methods, _by_token(component), found, strict=True
         ):
-            room = part.view(f"<u{part.dtype.itemsize}")
+            target = part.view(f"<u{part.dtype.itemsize}")
             if method == _CODED:
-                self._decode_part(body, component, by_token, room)
+                self._decode_part(body, component, by_token, target)
             else:
-                np.copyto(room, _elements(body, component))
+                np.copyto(target, _elements(body, component))
 
 
 @dataclass(frozen=True, slots=True)

@@ -27,7 +27,7 @@ from kvstore.codecs.kvq_layer import (
     angles_of,
     decode_exact,
     encode_exact,
-    layer_behind,
+    layer_without_sinks,
     max_exact_bytes,
     max_refined_bytes,
     sinks_moved,
@@ -49,7 +49,7 @@ STATIC = "static"
 _QUALITIES = tuple(map(str, range(len(RATIOS))))
 KNOWN_TERMS = (
     f"kvq:0 to kvq:{len(RATIOS) - 1}, kvq:{LAYERED}; then ,sinks=0 to ,sinks={MAX_SINKS}; then, "
-    f"but for kvq:{LAYERED}, ,importance; or kvq:0,{STATIC} to kvq:{len(RATIOS) - 1},{STATIC}"
+    f"except for kvq:{LAYERED}, ,importance; or kvq:0,{STATIC} to kvq:{len(RATIOS) - 1},{STATIC}"
 )
 
 
@@ -148,7 +148,7 @@ class KvqCodec(LossyCodec):
         exact = np.stack([part[:, :sinks].transpose(1, 0, 2) for part in bits])
         if sinks and not is_finite(exact, dtype):
             return None
-        coded, loops = layer_behind(layer, sinks), self.loops
+        coded, loops = layer_without_sinks(layer, sinks), self.loops
         weights = coded.importance if self.options.importance else None
         classes = NO_CLASSES if weights is None else classes_of(weights)
         encoding = Encoding(coded, self.levels, loops, exact, classes)
@@ -173,7 +173,7 @@ class KvqCodec(LossyCodec):
     ) -> None:
         if not len(data[0]) or data[0][0] != QUANTISED:
             if any(map(len, data[1:])):
-                raise InvalidFrameError("refinement", len(data), "of a layer kept exactly")
+                raise InvalidFrameError("refinement", len(data), "of a layer stored exactly")
             decode_exact(data[0], component, out)
             return
         if not has_floats(component):

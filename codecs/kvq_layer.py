@@ -83,14 +83,14 @@ class Head:
         head_dim = component.head_dim
         if 2 * pairs > min(head_dim, 2 * MAX_PAIRS):
             raise InvalidFrameError("pairs", pairs, f"at most half of {head_dim} channels")
-        coded = behind(component, sinks)
+        coded = without_sinks(component, sinks)
         found = cls(
             coded, tile_count(coded), sinks, pairs, position, words, values, error_bound,
             bool(has_classes),
         )  # fmt: skip
         size = found.classes_at + has_classes * -(-coded.tokens // _CLASSES_A_BYTE)
         if stored_bytes != size:
-            raise InvalidFrameError("stored_bytes", stored_bytes, f"its counts make {size}")
+            raise InvalidFrameError("stored_bytes", stored_bytes, f"its counts give {size}")
         return found
 
     @property
@@ -105,7 +105,7 @@ class Head:
         return self.sinks_at + self.sinks * (self.coded.layer_bytes // self.coded.tokens)
 
 
-def behind(component: Component, sinks: int) -> Component:
+def without_sinks(component: Component, sinks: int) -> Component:
     """Return *component* without its first *sinks* tokens."""
     return replace(component, tokens=component.tokens - sinks) if sinks else component
 
@@ -207,7 +207,7 @@ def _unpacked(data: Bytes, head: Head) -> Classes:
     found: Classes = (data[:, None] >> np.arange(0, 8, 2, dtype=np.uint8) & np.uint8(3)).reshape(-1)
     tokens = head.coded.tokens
     if found[tokens:].any():
-        raise InvalidFrameError("classes", int(found[tokens:].max()), "zeros behind the last token")
+        raise InvalidFrameError("classes", int(found[tokens:].max()), "zeros after the last token")
     return found[:tokens]
 
 
@@ -278,7 +278,7 @@ def decode_exact(data: Bytes, component: Component, out: Sequence[Part]) -> None
         raise InvalidFrameError("stored_bytes", len(data), f"at least {EXACT_HEAD.size}")
     method, zero, codec_id, revision, rest = EXACT_HEAD.unpack(data[: EXACT_HEAD.size].tobytes())
     if method != AS_IT_IS or zero or rest:
-        raise InvalidFrameError("method", method, "this reader knows 0 and 1, then zeros")
+        raise InvalidFrameError("method", method, "this reader supports 0 and 1, then zeros")
     codec = codec_by_id(codec_id)
     if codec.accuracy is not Accuracy.exact or not codec.reads(revision):
         raise InvalidFrameError("codec", (codec_id, revision), "name a lossless one")
@@ -379,7 +379,7 @@ class Decoding:
         body = parse_body(data[0], component)
         if len(body.classes) and len(data) > 1:
             raise InvalidFrameError("refinements", len(data) - 1, "tokens of classes have none")
-        coded = behind(component, body.sinks.shape[1])
+        coded = without_sinks(component, body.sinks.shape[1])
         tiles = tile_count(coded)
         finer = [parse_refinement(each, level, tiles)[0] for level, each in enumerate(data[1:], 1)]
         return cls(body, coded, tuple(finer), loops)
@@ -449,11 +449,11 @@ def sinks_moved(sinks: Part, frequencies: Floats, distance: int, dtype: DType) -
     return moved_on
 
 
-def layer_behind(layer: LayerTerms, sinks: int) -> LayerTerms:
+def layer_without_sinks(layer: LayerTerms, sinks: int) -> LayerTerms:
     """Return *layer* without its first *sinks* tokens."""
     return replace(
         layer,
-        component=behind(layer.component, sinks),
+        component=without_sinks(layer.component, sinks),
         position=layer.position + sinks,
         importance=None if layer.importance is None else layer.importance[sinks:],
     )

@@ -156,7 +156,7 @@ def _structure(name: str, pointers: str, numbers: str = "", more: str = "") -> A
 _Block = _structure("_Block", "words", "item_bytes heads tokens dim", "cosine sine pairs")
 _Family = _structure("_Family", "costs edges reach")
 _TilesOut = _structure(
-    "_TilesOut", "steps means models symbols escapes values errors magnitudes", "tiles values_room"
+    "_TilesOut", "steps means models symbols escapes values errors magnitudes", "tiles values_limit"
 )
 _TilesIn = _structure(
     "_TilesIn", "steps means symbols escapes values", "tiles values_count", "quotients factors"
@@ -208,10 +208,10 @@ def _writable(out: Part, dtype: DType) -> Iterator[Part]:
         yield wide
         from_float32(wide.view(np.float32), dtype, out)
         return
-    room = out if out.flags.c_contiguous else np.zeros(out.shape, out.dtype)
-    yield room
-    if room is not out:
-        np.copyto(out, room)
+    target = out if out.flags.c_contiguous else np.zeros(out.shape, out.dtype)
+    yield target
+    if target is not out:
+        np.copyto(out, target)
 
 
 class KvqLoops:
@@ -267,9 +267,9 @@ class KvqLoops:
         return self._write(packed, dtype, angles, out)
 
     def _write(self, packed: Any, dtype: DType, angles: Angles | None, out: Part) -> bool:
-        with _writable(out, dtype) as room:
-            block = _block(room, angles)
-            found = self._native.kvq_dequantise(_ref(packed), _ref(block), address(room))
+        with _writable(out, dtype) as target:
+            block = _block(target, angles)
+            found = self._native.kvq_dequantise(_ref(packed), _ref(block), address(target))
         return done(found) == 1
 
     def quotients(self, tiles: Tiles) -> Any:

@@ -180,7 +180,7 @@ def unpack_sieved(data: Bytes, loops: Loops, scratch: Bytes, out: Bytes) -> None
         raise InvalidFrameError("sieved plane", len(data), f"its passes leave {counts}")
     values = data[: PASSES * VALUES]
     if not loops.spread(data[_HEAD.size :], values, counts, scratch, out):
-        raise InvalidFrameError("sieved plane", counts, "its bits say otherwise")
+        raise InvalidFrameError("sieved plane", counts, "it does not match its bits")
 
 
 BLOCK_BYTES = 1 << 19
@@ -221,7 +221,7 @@ class _Contexts(threading.local):
 _CONTEXTS = _Contexts()
 
 
-class _Rooms(threading.local):
+class _Scratch(threading.local):
     """A thread's scratch memory, allocated once instead of for each block."""
 
     def __init__(self) -> None:
@@ -229,7 +229,7 @@ class _Rooms(threading.local):
         self.sieve = scratch_for(_MAX_SIEVED_ITEMS)
 
 
-_ROOMS = _Rooms()
+_SCRATCH = _Scratch()
 
 
 class LosslessCodec(Codec):
@@ -261,13 +261,13 @@ class LosslessCodec(Codec):
             bits = contiguous(part).view(f"<u{width}").reshape(-1, component.head_dim)
             for rows in _row_blocks(component):
                 words = bits[rows].reshape(-1)
-                room = out[end : end + words.nbytes]
-                planes = list(room.reshape(width, -1)[::-1])  # the exponents are last
+                buffer = out[end : end + words.nbytes]
+                planes = list(buffer.reshape(width, -1)[::-1])  # the exponents are last
                 is_sieved = has_exponents and len(words) <= _MAX_SIEVED_ITEMS
                 if is_sieved:
-                    planes[0] = _ROOMS.exponents[: len(words)]
+                    planes[0] = _SCRATCH.exponents[: len(words)]
                 loops.split(kind, words, planes)
-                found = _store_planes(planes, room, has_exponents, loops if is_sieved else None)
+                found = _store_planes(planes, buffer, has_exponents, loops if is_sieved else None)
                 sizes += found
                 end += sum(size & ~_SIEVED for size in found)
         table = np.array(sizes, "<u4").view(np.uint8)
@@ -280,13 +280,13 @@ class LosslessCodec(Codec):
         loops = self._loops
         blocks = _blocks(data, component)
         for part in out:
-            room = part if part.flags.c_contiguous else np.empty(part.shape, part.dtype)
-            bits = room.view(f"<u{width}").reshape(-1, component.head_dim)
+            buffer = part if part.flags.c_contiguous else np.empty(part.shape, part.dtype)
+            bits = buffer.view(f"<u{width}").reshape(-1, component.head_dim)
             for rows in _row_blocks(component):
                 words = bits[rows].reshape(-1)
                 loops.join(kind, words, _plain_planes(next(blocks), len(words), loops))
-            if room is not part:
-                np.copyto(part, room)
+            if buffer is not part:
+                np.copyto(part, buffer)
 
 
 def _block_rows(component: Component) -> int:
@@ -310,19 +310,19 @@ def _table_bytes(component: Component) -> int:
 
 
 def _store_planes(
-    planes: Sequence[Bytes], room: Bytes, has_exponents: bool, loops: Loops | None
+    planes: Sequence[Bytes], buffer: Bytes, has_exponents: bool, loops: Loops | None
 ) -> list[int]:
-    """Write *planes* (w times items), last first, to *room*; return their rows of the table.
+    """Write *planes* (w times items), last first, to *buffer*; return their rows of the table.
 
-    Uncoded planes are already in *room*, except plane 0 if it is to be sieved.
+    Uncoded planes are already in *buffer*, except plane 0 if it is to be sieved.
     """
     sizes: list[int] = []
     end = 0
     for index, plane in reversed(list(enumerate(planes))):
         items = len(plane)
         if index == 0 and loops is not None:
-            less = room[end : end + items - items // _MIN_GAIN]
-            found = pack_sieved(plane, loops, _ROOMS.sieve, less)
+            less = buffer[end : end + items - items // _MIN_GAIN]
+            found = pack_sieved(plane, loops, _SCRATCH.sieve, less)
             if found is not None:
                 sizes.append(len(found) | _SIEVED)
                 break
@@ -330,7 +330,7 @@ def _store_planes(
         stored = plane if packed is None else packed
         is_there = packed is None and end == len(sizes) * items and (index or loops is None)
         if not is_there:
-            np.copyto(room[end : end + len(stored)], stored)
+            np.copyto(buffer[end : end + len(stored)], stored)
         sizes.append(len(stored))
         end += len(stored)
     return sizes
@@ -341,8 +341,8 @@ def _plain_planes(block: Sequence[Stored], items: int, loops: Loops) -> list[Byt
     planes = []
     for stored, is_sieved in reversed(block):
         if is_sieved:
-            plane = _ROOMS.exponents[:items]
-            unpack_sieved(stored, loops, _ROOMS.sieve, plane)
+            plane = _SCRATCH.exponents[:items]
+            unpack_sieved(stored, loops, _SCRATCH.sieve, plane)
         else:
             plane = stored if len(stored) == items else _inflate(stored, items)
         planes.append(plane)

@@ -100,7 +100,7 @@ class Paged:
         components = layout.components
         if self.shard is not None:
             if self.shard.whole != layout:
-                raise LayoutMismatchError("rectangle", self.shard.whole, "be of this chunk")
+                raise LayoutMismatchError("rectangle", self.shard.whole, "must be of this chunk")
             components = self.shard.layout.components
         if len(self.pages) != len(components):
             raise LayoutMismatchError("pages", len(self.pages), f"give {len(components)}")
@@ -285,7 +285,7 @@ def check_frames(
     paged.check(frames[0].header.layout, [frame.first_token for frame in frames])
     for pages in paged.pages:
         if pages.first.device != memory.device:
-            raise LayoutMismatchError("pages", str(pages.first.device), f"be on {memory.device}")
+            raise LayoutMismatchError("pages", str(pages.first.device), f"use {memory.device}")
 
 
 class HostKernels(FrameKernels):

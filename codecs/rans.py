@@ -161,7 +161,7 @@ def native_backend(path: str | None = None) -> Backend:
 
 def uncodable() -> InvalidRequestError:
     """Return the error for a symbol of frequency 0 in its model."""
-    return InvalidRequestError("symbols", "frequency 0", "code only what the model knows")
+    return InvalidRequestError("symbols", "frequency 0", "code only symbols of the model")
 
 
 def _by_channel(symbols: U8, models: U8) -> tuple[U8, U8]:

@@ -143,10 +143,10 @@ class RawCodec(Codec):
 
     def encode_segment(self, parts: Sequence[AnyPart], component: Component, out: Bytes) -> int:
         """Copy one layer into *out* and return its ``layer_bytes``."""
-        for part, room in zip(
+        for part, target in zip(
             parts, part_views(out[: component.layer_bytes], component), strict=True
         ):
-            _gather(part.view(room.dtype), room)
+            _gather(part.view(target.dtype), target)
         return component.layer_bytes
 
     def decode_segment(self, data: Bytes, component: Component, out: Sequence[AnyPart]) -> None:
@@ -370,11 +370,11 @@ def _encode_layers(
             continue
         for parts in layers:
             start = starts[len(checksums)]
-            room = out[start : start + size]
+            target = out[start : start + size]
             if is_summed:
-                checksums.append(_encode_summed(parts, component, room))
+                checksums.append(_encode_summed(parts, component, target))
             else:
-                RAW.encode_segment(parts, component, room)
+                RAW.encode_segment(parts, component, target)
                 checksums.append(0)
     return checksums
 
@@ -405,19 +405,19 @@ def flat_parts(parts: Sequence[AnyPart]) -> list[Bytes] | None:
     return found
 
 
-def _pairs(room: Bytes, flat: Sequence[Bytes]) -> list[tuple[Bytes, Bytes]]:
-    """Return *room* cut into equal pieces, each paired with one of *flat*."""
-    size = len(room) // len(flat)
-    return [(room[at * size : (at + 1) * size], part) for at, part in enumerate(flat)]
+def _pairs(layer: Bytes, flat: Sequence[Bytes]) -> list[tuple[Bytes, Bytes]]:
+    """Return *layer* cut into equal pieces, each paired with one of *flat*."""
+    size = len(layer) // len(flat)
+    return [(layer[at * size : (at + 1) * size], part) for at, part in enumerate(flat)]
 
 
-def _encode_summed(parts: Sequence[AnyPart], component: Component, room: Bytes) -> int:
-    """Copy one layer into *room* and return the checksum of the copy."""
+def _encode_summed(parts: Sequence[AnyPart], component: Component, target: Bytes) -> int:
+    """Copy one layer into *target* and return the checksum of the copy."""
     flat = flat_parts(parts)
     if flat is not None:
-        return copy_groups([_pairs(room, flat)])[0]
+        return copy_groups([_pairs(target, flat)])[0]
     digest = xxh3_64()
-    for part, view in zip(parts, part_views(room, component), strict=True):
+    for part, view in zip(parts, part_views(target, component), strict=True):
         for block, theirs in _blocks(view, part):
             _gather(theirs, block)
             digest.update(block)  # type: ignore[arg-type]
@@ -427,7 +427,7 @@ def _encode_summed(parts: Sequence[AnyPart], component: Component, room: Bytes) 
 def _pieces(layer: Bytes, out: Sequence[AnyPart]) -> Pieces | None:
     """Return the copies of a raw layer to *out*; None if a part is in blocks or strided."""
     flat = flat_parts(out)
-    return None if flat is None else [(room, data) for data, room in _pairs(layer, flat)]
+    return None if flat is None else [(target, data) for data, target in _pairs(layer, flat)]
 
 
 def _scatter_layer(layer: Bytes, out: Sequence[AnyPart]) -> int:

@@ -65,10 +65,10 @@ def cut_rows(header: FrameHeader, index: int, data: Bytes, kept: Rows) -> Bytes:
     check_segment(header, index, checksum(data))
     component = _component(header, index)
     out = np.empty(cut_bytes(header, index, kept), np.uint8)
-    for view, room in zip(
+    for view, target in zip(
         part_views(data, component), _cut_views(out, component, kept), strict=True
     ):
-        np.take(view, kept, axis=1, out=room, mode="clip")
+        np.take(view, kept, axis=1, out=target, mode="clip")
     out[-SUM_BYTES:] = as_bytes(_sum(header, index, out[:-SUM_BYTES], kept))
     return out
 
@@ -201,8 +201,8 @@ def _segments(shard: ChunkShard) -> Iterator[tuple[int, Component, Extent]]:
 
 
 def _place(parts: Sequence[Part], out: Sequence[AnyPart]) -> None:
-    for part, room in zip(parts, out, strict=True):
-        if isinstance(room, BlockPart):
-            room.scatter(part)
+    for part, target in zip(parts, out, strict=True):
+        if isinstance(target, BlockPart):
+            target.scatter(part)
         else:
-            np.copyto(room.view(part.dtype), part)
+            np.copyto(target.view(part.dtype), part)

@@ -63,8 +63,8 @@ def transcode(
         return _lowered(encoded, header, out)
     writer = FrameWriter(template, out)
     for index, component in _layers(header):
-        room = writer.reserve(component.layer_bytes)
-        _fill(header, frame, index, source, list(part_views(room, component)))
+        buffer = writer.reserve(component.layer_bytes)
+        _fill(header, frame, index, source, list(part_views(buffer, component)))
         writer.commit(component.layer_bytes)
     return writer.finish(codec.codec_id, codec.revision, header.accuracy, header.error_bound)
 
@@ -110,21 +110,21 @@ def _decoded(header: FrameHeader, frame: Bytes, source: Codec) -> Iterator[list[
     """Yield each decoded layer of *frame*: views of a raw frame, else in one shared buffer."""
     is_raw = isinstance(source, RawCodec)
     size = 0 if is_raw else max(c.layer_bytes for c in header.layout.components)
-    room = np.empty(size, np.uint8)
+    buffer = np.empty(size, np.uint8)
     for index, component in _layers(header):
         if is_raw:
             yield list(part_views(_verified(header, frame, index), component))
             continue
-        parts = list(part_views(room[: component.layer_bytes], component))
+        parts = list(part_views(buffer[: component.layer_bytes], component))
         _fill(header, frame, index, source, parts)
         yield parts
 
 
 def _copy(header: FrameHeader, frame: Bytes, codec: Codec, writer: FrameWriter) -> None:
-    room_bytes = [codec.max_segment_bytes(component) for _, component in _layers(header)]
+    limits = [codec.max_segment_bytes(component) for _, component in _layers(header)]
     more = [codec.max_refinement_bytes(component) for _, component in _layers(header)]
-    room_bytes += more * header.levels
-    for index, most_bytes in enumerate(room_bytes):
+    limits += more * header.levels
+    for index, most_bytes in enumerate(limits):
         data = header.segment(frame, index)
         if len(data) > most_bytes:
             raise InvalidFrameError("stored_bytes", len(data), f"too long for {codec.name}")

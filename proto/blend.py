@@ -16,7 +16,7 @@ from kvstore.proto.types import (
 
 MAX_SEGMENTS = 256
 """Segments of one prompt, including the gaps between the named ones."""
-MAX_ASKED_CHUNKS = 1024
+MAX_REQUESTED_CHUNKS = 1024
 """Chunks of one Resolve, and of one report."""
 MAX_TAG_CHARS = 64
 UNKNOWN = -1.0

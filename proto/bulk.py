@@ -51,7 +51,7 @@ def unpack_lengths(
     """
     magic, header_bytes, payload_bytes = LENGTHS.unpack_from(begun)
     if magic != MAGIC:
-        raise InvalidRequestError("header", magic, f"speak version {MAGIC[-1]}")
+        raise InvalidRequestError("header", magic, f"use version {MAGIC[-1]}")
     if header_bytes > header_limit_bytes:
         raise InvalidRequestError("header", header_bytes, f"at most {header_limit_bytes} bytes")
     if payload_bytes > MAX_PAYLOAD_BYTES:
@@ -68,7 +68,7 @@ def parse(header: bytes, payload_bytes: int) -> pb.StreamMessage:
         raise InvalidRequestError("header", len(header), str(error)) from None
     kind = message.WhichOneof("body")
     if kind is None:
-        raise InvalidRequestError("kind", None, f"speak version {MAGIC[-1]}")
+        raise InvalidRequestError("kind", None, f"use version {MAGIC[-1]}")
     if payload_bytes and kind != "part":
         raise InvalidRequestError("payload", payload_bytes, f"{kind} has none")
     return message
@@ -121,11 +121,11 @@ def found_infos(keys: Sequence[ChunkKey], found: pb.FindResponse) -> list[ChunkI
     Raises InvalidFrameError, also when a row names another chunk than was requested.
     """
     if len(found.rows) > len(keys):
-        raise InvalidFrameError("rows", len(found.rows), f"answers for {len(keys)} chunks")
+        raise InvalidFrameError("rows", len(found.rows), f"at most {len(keys)}, as requested")
     infos = [unpack_info(row) if row else None for row in found.rows]
     for key, info in zip(keys, infos, strict=False):
         if info is not None and info.key != key:
-            raise InvalidFrameError("key", info.key.hex(), f"asked for {key.hex()}")
+            raise InvalidFrameError("key", info.key.hex(), f"requested {key.hex()}")
     return infos + [None] * (len(keys) - len(infos))
 
 

@@ -231,10 +231,10 @@ class HostDevice(Device):
 
     @override
     def import_event(self, handle: bytes) -> Event:
-        return _Over()
+        return _CompletedEvent()
 
 
-class _Over:
+class _CompletedEvent:
     """A completed event."""
 
     def query(self) -> bool:
@@ -256,7 +256,7 @@ class HostStream(Stream):
 
     @override
     def record(self, *, shared: bool = False) -> Event:
-        return _Over()
+        return _CompletedEvent()
 
     @override
     def wait(self, event: Event) -> None:
@@ -275,7 +275,7 @@ class CudaDevice(Device):
         count = torch.cuda.device_count()
         if index >= count:
             raise TierUnavailableError(
-                "gpu", f"torch {torch.__version__} sees {count} CUDA devices, not number {index};"
+                "gpu", f"torch {torch.__version__} has {count} CUDA devices, no number {index};"
                 " install a CUDA build of torch, name another device, or start without gpu",
             )  # fmt: skip
         self._device = torch.device("cuda", index)
@@ -466,7 +466,7 @@ def import_cupy() -> Any:
         fix = "install kvstore-server[gpu] or kvstore-server[gpu-cuda12]"
         raise TierUnavailableError("gpu", f"needs cupy ({error}): {fix}") from None
     except OSError as error:  # importing cupy creates the folder of its kernel cache
-        reason = f"cupy cannot be loaded ({error}): set CUPY_CACHE_DIR to a folder to write to"
+        reason = f"cupy cannot be loaded ({error}): set CUPY_CACHE_DIR to a writable folder"
         raise TierUnavailableError("gpu", reason) from None
     return cupy
 
@@ -481,7 +481,7 @@ def allocated_bytes(pointer: int) -> int:
         query = ctypes.CDLL("libcuda.so.1").cuMemGetAddressRange_v2
         found = query(ctypes.byref(start), ctypes.byref(size_bytes), ctypes.c_uint64(pointer))
     except (OSError, AttributeError) as error:
-        raise TierUnavailableError("gpu", f"CUDA's driver cannot be asked: {error}") from None
+        raise TierUnavailableError("gpu", f"CUDA's driver cannot be queried: {error}") from None
     if found:
         raise TierUnavailableError("gpu", f"cuMemGetAddressRange: error {found}")
     return start.value + size_bytes.value - pointer

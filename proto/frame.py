@@ -360,15 +360,16 @@ def parse_header(
     ``len(frame)`` before reading segments, as ``check_frame`` does. Raises InvalidFrameError, also
     for a shard of a chunk, unless the caller *takes_shards*.
     """
-    if len(frame) < FIXED_BYTES:
-        raise InvalidFrameError("frame", len(frame), f"a frame has at least {FIXED_BYTES} bytes")
-    fixed = _FIXED.unpack(frame[:FIXED_BYTES].tobytes())
+    start = frame[:FIXED_BYTES].tobytes()
+    if len(start) < FIXED_BYTES:
+        raise InvalidFrameError("frame", len(start), f"a frame has at least {FIXED_BYTES} bytes")
+    fixed = _FIXED.unpack(start)
     magic, version, flags, size, component_count, codec_id, revision, accuracy, levels = fixed[:9]
     segment_count, frame_bytes, raw_bytes, tokens, position = fixed[9:14]
     if magic != MAGIC:
         raise InvalidFrameError("magic", magic, f"expected {MAGIC!r}")
     if version != VERSION:
-        raise InvalidFrameError("version", version, f"this reader knows version {VERSION}")
+        raise InvalidFrameError("version", version, f"this reader supports version {VERSION}")
     # ``check_limits`` inlined: this runs for each frame of a get.
     if not 1 <= component_count <= MAX_COMPONENTS or not 1 <= segment_count <= MAX_SEGMENTS:
         raise InvalidFrameError("counts", (component_count, segment_count), "outside the limits")
@@ -388,7 +389,7 @@ def parse_header(
     table = bytes(head[FIXED_BYTES:table_end])
     layout, shard = unpack_table(table)
     if shard is not None and not takes_shards:
-        raise InvalidFrameError("rectangle", shard.extents, "whole chunks are taken here")
+        raise InvalidFrameError("rectangle", shard.extents, "only whole chunks are accepted")
     shape = segments.view("<u8").reshape(-1, 4)[:, :3].tobytes()
     _check_shape(table, shape, levels, (size, frame_bytes, raw_bytes, tokens))
     return FrameHeader(
@@ -473,7 +474,7 @@ def copy_frame(out: Bytes, data: Bytes, key: ChunkKey) -> FrameHeader:
     undefined.
     """
     if len(out) < FIXED_BYTES or len(out) != len(data):
-        fix = f"give at least {FIXED_BYTES}, and as much room"
+        fix = f"give at least {FIXED_BYTES} bytes, and an equal buffer"
         raise InvalidFrameError("frame", len(data), fix)
     copy_bytes(out[:FIXED_BYTES], data[:FIXED_BYTES])
     end = min(max(stated_header_bytes(out), FIXED_BYTES), len(out))

@@ -31,9 +31,9 @@ MAX_PIECES = 512
 STEP_BYTES = 1 << 16
 """Bytes received before each checksum step."""
 _TIMEVAL = struct.Struct("@ll")
-_LEAST_S = 0.001
+_MIN_TIMEOUT_S = 0.001
 """A timeout of 0 would mean none."""
-_GRAIN_S = 0.01
+_SLACK_S = 0.01
 """A wait may exceed the deadline by this much, which saves setting the timeout before each call."""
 
 
@@ -73,7 +73,7 @@ class FramedSocket:
         self.clock = clock
         self._until = math.inf
         self._is_encrypted = is_encrypted
-        self._patience_s = 0.0
+        self._timeout_s = 0.0
         self._lengths = memoryview(bytearray(bulk.LENGTHS.size))
         # In plain text the kernel waits for a whole piece: one call and one wake-up.
         self._flags = 0 if is_encrypted else socket.MSG_WAITALL
@@ -87,9 +87,9 @@ class FramedSocket:
     def set_timeout(self, seconds: float, until: float = math.inf) -> None:
         """Limit each wait for bytes to *seconds*, and all of them to the time *until*."""
         self._until = until
-        if seconds == self._patience_s:
+        if seconds == self._timeout_s:
             return
-        self._patience_s = seconds
+        self._timeout_s = seconds
         if self._is_encrypted:
             self._link.settimeout(seconds)
             return
@@ -126,10 +126,10 @@ class FramedSocket:
 
     def drain(self, limit_bytes: int) -> None:
         """Receive and discard up to *limit_bytes*, until the other end closes or is late."""
-        room = memoryview(bytearray(STEP_BYTES))
+        scratch = memoryview(bytearray(STEP_BYTES))
         try:
             while limit_bytes > 0:
-                limit_bytes -= self._guarded(self._link.recv_into, room)
+                limit_bytes -= self._guarded(self._link.recv_into, scratch)
         except (DeadlineError, TierUnavailableError):
             return
 
@@ -163,8 +163,8 @@ class FramedSocket:
     def _guarded(self, call: Callable[..., int], *terms: object) -> int:
         """Return how many bytes *call* moved. Raises as every call does."""
         left_s = self._until - self.clock()
-        if left_s < self._patience_s - _GRAIN_S:
-            self.set_timeout(max(_LEAST_S, left_s), self._until)
+        if left_s < self._timeout_s - _SLACK_S:
+            self.set_timeout(max(_MIN_TIMEOUT_S, left_s), self._until)
         try:
             moved = call(*terms)
         except (BlockingIOError, TimeoutError):
@@ -172,9 +172,9 @@ class FramedSocket:
         except OSError as error:
             raise TierUnavailableError(self._whose, f"{self._address}: {error}") from None
         if not moved:
-            raise TierUnavailableError(self._whose, f"{self._address} hung up")
+            raise TierUnavailableError(self._whose, f"{self._address} closed the connection")
         if self.clock() >= self._until:
-            raise DeadlineError(f"{self._address} takes too long")
+            raise DeadlineError(f"{self._address} took too long")
         return moved
 
     def hang_up(self) -> None:
@@ -197,11 +197,11 @@ def connect_wire(
         url = urlsplit(where)
         address = url.hostname or "", url.port or 0
         found = socket.getaddrinfo(*address, type=socket.SOCK_STREAM)
-        share_s = max(_LEAST_S, (deadline - clock()) / len(found))  # of each address
+        share_s = max(_MIN_TIMEOUT_S, (deadline - clock()) / len(found))  # of each address
         link = socket.create_connection(address, share_s)
         try:
             if certificate:
-                link.settimeout(max(_LEAST_S, deadline - clock()))
+                link.settimeout(max(_MIN_TIMEOUT_S, deadline - clock()))
                 link = tls_to(certificate).wrap_socket(link)
             return FramedSocket(link, where, clock, is_encrypted=bool(certificate), whose=whose)
         except BaseException:

@@ -62,7 +62,7 @@ def _rotation(config: Any, stated: dict[str, Any]) -> RopeParameters:
     factors.pop("type", None)
     for name, value in factors.items():
         if not isinstance(value, int | float):
-            raise ModelError(f"rope.{name}", value, "only numbers are understood")
+            raise ModelError(f"rope.{name}", value, "only numbers are supported")
     rotary_dim = int(head_dim(config) * factors.pop("partial_rotary_factor", 1.0))
     numbers = sorted((name, float(value)) for name, value in factors.items())
     return RopeParameters(theta, rotary_dim, scaling, tuple(numbers))
@@ -132,7 +132,7 @@ def _layers_by_kind(config: Any) -> dict[LayerKind, list[int]]:
     states = [layer for layer, kind in enumerate(types) if kind in _STATES]
     if states:
         fix = (
-            f"no config says how many bytes the states of layers {states} take: state them by "
+            f"configs do not state the size of the states of layers {states}: state it by "
             "Model(...), or use representation_of(model, tokenizer) of the transformers connector"
         )
         raise ModelError("layer_types", types[states[0]], fix)

@@ -20,7 +20,7 @@ from kvstore.proto.errors import (
     KVStoreError,
     ModelError,
 )
-from kvstore.proto.frame import pack_components, unpack_table
+from kvstore.proto.frame import MAX_COMPONENTS, pack_components, unpack_table
 from kvstore.proto.plans import (
     NO_HINTS,
     EngineTerms,
@@ -155,7 +155,7 @@ def _known(error: type[InvalidRequestError | ModelError], field: str) -> Iterato
     except KVStoreError:
         raise
     except ValueError as reason:
-        raise error(field, str(reason), "use a kind and dtype we know") from None
+        raise error(field, str(reason), "use a known kind and dtype") from None
 
 
 def pack_info(info: ChunkInfo, components: bytes | None = None) -> bytes:
@@ -177,12 +177,12 @@ def unpack_info(row: bytes) -> ChunkInfo:
     version, accuracy, codec_id, size_bytes, flops, key, parent = _INFO.unpack_from(row)
     known = _ACCURACY_OF.get(accuracy)
     if version != _INFO_VERSION or known is None:
-        raise InvalidFrameError("row", (version, accuracy), f"this reader knows {_INFO_VERSION}")
+        raise InvalidFrameError("row", (version, accuracy), f"this reader supports {_INFO_VERSION}")
     if not 0 <= flops < math.inf:
         raise InvalidFrameError("prefill_flops", flops, "must be finite, not negative")
     layout, shard = unpack_table(row[_INFO.size :])
     if shard is not None:
-        raise InvalidFrameError("rectangle", shard.extents, "whole chunks are taken here")
+        raise InvalidFrameError("rectangle", shard.extents, "only whole chunks are accepted")
     return ChunkInfo(ChunkKey(key), ChainDigest(parent), layout, codec_id, size_bytes, known, flops)
 
 
@@ -243,6 +243,9 @@ def layout_from_message(message: pb.Layout) -> tuple[KVLayout, ChunkShard | None
 
     Raises InvalidRequestError or LayoutMismatchError.
     """
+    count = max(len(message.components), len(message.extents))
+    if count > MAX_COMPONENTS:  # sizes of layouts are remembered
+        raise InvalidRequestError("layout", count, f"at most {MAX_COMPONENTS} components")
     with _known(InvalidRequestError, "layout"):
         whole = as_value(KVLayout, message)
     if not message.extents:

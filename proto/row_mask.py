@@ -32,10 +32,10 @@ class SkippedRows:
         chunks, starts, stops = (runs[name].astype(np.int64) for name in ("chunk", "start", "stop"))
         if (starts >= stops).any() or (stops > MAX_CHUNK_TOKENS).any():
             fix = f"a start below its stop, up to {MAX_CHUNK_TOKENS}"
-            raise InvalidRequestError("skip_rows", "an empty or endless run", fix)
+            raise InvalidRequestError("skip_rows", "an empty or too long run", fix)
         places = chunks * (2 * MAX_CHUNK_TOKENS)  # a chunk's runs end far below the next one's
         if (places[1:] + starts[1:] <= places[:-1] + stops[:-1]).any():
-            raise InvalidRequestError("skip_rows", "out of order", "rising, and apart")
+            raise InvalidRequestError("skip_rows", "out of order", "ascending, with gaps between")
         self._runs = runs
         self._chunks = chunks
 

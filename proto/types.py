@@ -225,7 +225,7 @@ class Model:
                 raise ModelError(name, value, fix)
             check_text(name, value, MAX_IDENTITY_CHARS, ModelError)
         if _WORD_ENDS.sub("", self.model_revision.lower()).rpartition("/")[2] in _NO_REVISIONS:
-            fix = f"{_IDENTITY_FIXES['model_revision']}: this is what others are called, too"
+            fix = f"{_IDENTITY_FIXES['model_revision']}: others may have this name, too"
             raise ModelError("model_revision", self.model_revision, fix)
         if self.layout_version < 1:
             raise ModelError("layout_version", self.layout_version, "use 1")
@@ -284,7 +284,7 @@ class Component:
         if not self.chunk_tokens:
             return
         if not self.tokens <= self.chunk_tokens < 1 << 24:
-            fix = f"no less than the {self.tokens} that are kept"
+            fix = f"at least the {self.tokens} kept tokens"
             raise LayoutMismatchError("chunk_tokens", self.chunk_tokens, fix)
         if self.chunk_tokens == self.tokens:
             object.__setattr__(self, "chunk_tokens", 0)  # the canonical form

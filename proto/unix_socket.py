@@ -130,7 +130,7 @@ def unpack_head(message: bytes, kinds: Mapping[int, K]) -> tuple[K, int, bytes]:
     magic, version, number, arg, token = _HEADER.unpack(message)
     kind = kinds.get(number)
     if magic != _MAGIC or version != _VERSION or kind is None:
-        raise InvalidRequestError("message", (magic, version, number), f"speak version {_VERSION}")
+        raise InvalidRequestError("message", (magic, version, number), f"use version {_VERSION}")
     return kind, arg, token
 
 
@@ -180,7 +180,7 @@ def map_sealed(descriptor: int, most_bytes: int, seals: int = SIZE_SEALS) -> mma
         raise InvalidRequestError("memfd", descriptor, f"add the seals {seals:#x} to it")
     size_bytes = os.fstat(descriptor).st_size
     if not 0 < size_bytes <= most_bytes:
-        raise InvalidRequestError("memfd", size_bytes, f"bring <= {most_bytes} bytes")
+        raise InvalidRequestError("memfd", size_bytes, f"at most {most_bytes} bytes")
     return mmap.mmap(descriptor, size_bytes, prot=mmap.PROT_READ)
 
 

@@ -35,7 +35,7 @@ class Reservation:
 
     def spent(self) -> InvalidRequestError:
         """Return the error for a reservation that was sealed or aborted, or is another tier's."""
-        return InvalidRequestError("reservation", self.info.key.hex(), "it is spent: reserve anew")
+        return InvalidRequestError("reservation", self.info.key.hex(), "it is spent: reserve again")
 
 
 @dataclass(frozen=True, slots=True)

@@ -88,8 +88,8 @@ class CpuTier(Tier):
     keeps its pages, beyond the capacity, until the last client unmaps it. A reserve checks each
     slab at most twice and a slab takes two file descriptors: prefer few large slabs.
 
-    *tell* registers each slab's memory, before its first frame is written, with a device that
-    copies from it, and returns the function that unregisters it. Raises InvalidRequestError unless
+    *register* is called with each slab's memory, before its first frame is written, to register it
+    with a device, and returns the function that unregisters it. Raises InvalidRequestError unless
     slab_bytes is a positive multiple of 4096 and the capacity holds one slab.
     """
 
@@ -100,7 +100,7 @@ class CpuTier(Tier):
         self,
         capacity_bytes: int,
         slab_bytes: int,
-        tell: Callable[[Bytes], Callable[[], None] | None] | None = None,
+        register: Callable[[Bytes], Callable[[], None] | None] | None = None,
     ) -> None:
         if slab_bytes < PAGE_BYTES or slab_bytes % PAGE_BYTES:
             raise InvalidRequestError(
@@ -108,11 +108,11 @@ class CpuTier(Tier):
             )
         if capacity_bytes < slab_bytes:
             raise InvalidRequestError(
-                "capacity_bytes", capacity_bytes, f"give room for one slab, {slab_bytes} bytes"
+                "capacity_bytes", capacity_bytes, f"give at least one slab, {slab_bytes} bytes"
             )
         self.slab_bytes = slab_bytes
         self.max_frame_bytes = slab_bytes - BLOCK_HEADER_BYTES
-        self._tell = tell
+        self._register = register
         self._max_slabs = capacity_bytes // slab_bytes
         self.capacity_bytes = self._max_slabs * slab_bytes
         self._lock = Lock()
@@ -139,8 +139,8 @@ class CpuTier(Tier):
         # Outside the lock: both take the time to touch all pages of a large slab.
         for old in retired:
             old.release()
-        if is_new and self._tell is not None:
-            slab.forget = self._tell(slab.bytes)
+        if is_new and self._register is not None:
+            slab.forget = self._register(slab.bytes)
         return Reservation(info, tenant, need_bytes, place)
 
     def _allocate(self, need_bytes: int, tenant: str, retired: list[Slab]) -> tuple[Slab, int]:
@@ -263,7 +263,7 @@ class CpuTier(Tier):
         with self._lock:
             slab = self._slabs.get(slab_id)
             if slab is None:
-                raise InvalidRequestError("slab_id", slab_id, "it is gone: look the chunk up anew")
+                raise InvalidRequestError("slab_id", slab_id, "it is gone: look the chunk up again")
             if slab.tenant != tenant:
                 raise PermissionDeniedError(f"slab {slab_id} belongs to another tenant")
             return os.dup(slab.fd)

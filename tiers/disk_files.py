@@ -39,7 +39,7 @@ FOLDER_RETRY_S = 5.0
 _FILE_NAME = re.compile(r"(\d{4,})\.kv")
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
-_GONE = "it is gone: look the chunk up anew"
+_GONE = "it is gone: look the chunk up again"
 _REMOVED = "it was removed while this server used it: restart the server"
 
 logger = structlog.get_logger(__name__)
@@ -147,7 +147,7 @@ class DiskDirectory:
             sync_folder(path.parent)
         if self.path.stat().st_mode & stat.S_IRWXO:
             fix = f"chmod 700 {self.path}"
-            logger.warning("other users can look into the disk's folder", fix=fix)
+            logger.warning("other users can access the disk tier's folder", fix=fix)
         self._lock_fd = take_lock(self.path)
         words = read_signed_line(self.path / "FORMAT", TIER)
         if words is not None:
@@ -271,7 +271,7 @@ class DataFiles:
         self.directories: list[DiskDirectory] = []
         self._next_number = 0
         self.removed = ""
-        """Why nothing is put until the restart: somebody removed a file."""
+        """Why puts are refused until restart: a file was removed."""
         self._missing: list[tuple[DiskDirectory, int]] = []
         """Deleted files that could not be recreated yet."""
         self.io = io
@@ -451,7 +451,7 @@ class DataFiles:
             # By its name, which is never reused: a duplicate of our descriptor would be writable.
             return os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            file.is_known = False  # from now on it is read through our own descriptor alone
+            file.is_known = False  # from now on only our descriptor reads it
             raise InvalidRequestError("extent", number, _GONE) from None
         except OSError as error:
             raise self._failed(file, "open", error) from error
@@ -486,7 +486,7 @@ class DataFiles:
             raise self._failed(file, "sync", error) from error
 
     def check_linked(self) -> None:
-        """Raise TierUnavailableError if a data file was removed: it will end with this process."""
+        """Raise TierUnavailableError if a data file was removed: its bytes end with the process."""
         with self.lock:
             files = list(self.by_number.values())
         for file in files:
@@ -499,15 +499,16 @@ class DataFiles:
         if os.fstat(file.fd).st_nlink == 0:
             with self.lock:
                 is_ours = self.by_number.get(file.number) is file
-            if is_ours:  # else it went to another tenant
+            if is_ours:  # else it was reassigned to another tenant
                 raise FileNotFoundError(errno.ENOENT, _REMOVED)
 
     def _failed(self, file: DataFile, verb: str, error: OSError) -> TierUnavailableError:
         """Record the failure, and avoid the folder for a while if there are others."""
         reason = f"{verb} of {file.path}: {error.strerror}"
         is_partial = self._has_others(file.directory)
-        if isinstance(error, FileNotFoundError) and not is_partial:
+        if isinstance(error, FileNotFoundError) and not is_partial and not self.removed:
             self.removed = reason
+            logger.warning("nothing is put on disk until the restart", reason=reason)
         if is_partial:
             file.directory.failure = reason
             file.directory.retry_at_s = self._clock() + FOLDER_RETRY_S
@@ -536,7 +537,7 @@ def _check_ids(paths: Sequence[Path]) -> None:
         is_ours = first is not None and found is not None and found[:2] == (first[0], position)
         if position < known and not is_ours:
             what = "empty" if found is None else f"disk {found.position} of tier {found.set_id}"
-            reason = f"should be disk {position} of the tier and is {what}: mount it"
+            reason = f"should be disk {position} of the tier but is {what}: mount it"
             raise refused(path, reason, "")
         is_free = found is None and not (path / "index").exists()
         if position >= known and not (is_ours or is_free):

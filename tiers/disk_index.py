@@ -79,7 +79,7 @@ def unpack_row(key: bytes, value: bytes) -> IndexRow:
     except LayoutMismatchError as error:
         raise InvalidFrameError("row", key.hex(), str(error)) from None
     if info.key != key:
-        raise InvalidFrameError("row", key.hex(), "the row is of another key")
+        raise InvalidFrameError("row", key.hex(), "the row has another key")
     return IndexRow(info, file, offset, sequence)
 
 
@@ -113,7 +113,7 @@ def _checked_body(key: bytes, value: bytes, least_bytes: int) -> bytes:
     if len(body) < least_bytes or value != _signed(key, body):
         raise InvalidFrameError("row", key.hex(), "the row is damaged")
     if body[0] != _VERSION:
-        raise InvalidFrameError("row", body[0], f"this reader knows version {_VERSION}")
+        raise InvalidFrameError("row", body[0], f"this reader supports version {_VERSION}")
     return body
 
 
@@ -336,7 +336,7 @@ class PendingRow:
     sync_failures: int
     batch: Batch | None = None
     failure: KVStoreError | None = field(
-        default_factory=lambda: TierUnavailableError(TIER, "the commit broke off")
+        default_factory=lambda: TierUnavailableError(TIER, "the commit was interrupted")
     )
 
 

@@ -197,7 +197,7 @@ class DirectIO(FileIO):
                     step = os.pwritev(fd, [bounce[written:size].data], offset + done + written)
                     written += step // BLOCK_BYTES * BLOCK_BYTES
                     if step < BLOCK_BYTES:
-                        raise OSError(errno.EIO, "the device takes less than a block")
+                        raise OSError(errno.EIO, "the device wrote less than a block")
                 done += take
 
     @contextmanager
@@ -268,7 +268,7 @@ def read_signed_line(file: Path, kind: str) -> list[str] | None:
     if words[:2] != ["kvstore", kind] or len(words) < 3:
         raise refused(file.parent, f"has a {file.name} that no disk tier wrote")
     if words[2] != "1":
-        reason = f"has a {file.name} of format version {words[2]}, this server knows 1"
+        reason = f"has a {file.name} of format version {words[2]}, this server supports 1"
         raise refused(file.parent, reason)
     if line != signed_line(" ".join(words[:-1])):
         raise refused(file.parent, f"has a damaged {file.name}")
@@ -284,8 +284,8 @@ def refused(
 
 def free_bytes(path: Path) -> int:
     """Return the bytes of *path*'s file system that this user can allocate. Raises OSError."""
-    room = os.statvfs(path)
-    return room.f_bavail * room.f_frsize
+    space = os.statvfs(path)
+    return space.f_bavail * space.f_frsize
 
 
 def allocate_file(path: Path, size_bytes: int, *, is_new: bool = True) -> None:

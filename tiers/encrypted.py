@@ -236,17 +236,17 @@ class EncryptedTier(Tier):
             return False
         check_range(info.size_bytes, offset, len(out))
         header: Bytes = np.empty(HEADER_BYTES, np.uint8)
-        room: Bytes = np.empty(READ_CELLS * CELL_BYTES, np.uint8)
+        buffer: Bytes = np.empty(READ_CELLS * CELL_BYTES, np.uint8)
         cipher = self._cipher_for(header, info) if self.inner.read(key, header) else None
         found = cells(info.size_bytes, offset, offset + len(out))
         while cipher is not None and (group := list(islice(found, READ_CELLS))):
             first, last = group[0].place, group[-1]
-            sealed = room[: last.place - first + last.stop - last.start + TAG_BYTES]
+            sealed = buffer[: last.place - first + last.stop - last.start + TAG_BYTES]
             if not self.inner.read(key, sealed, first):
                 return False
             for cell in group:
                 if not _decrypt(cipher, out, offset, cell, sealed[cell.place - first :]):
-                    raise ChunkCorruptError(key, "what lies there does not decrypt")
+                    raise ChunkCorruptError(key, "the stored bytes do not decrypt")
             if verifier is not None:
                 verifier.update(min(last.stop, len(out)))
         return cipher is not None

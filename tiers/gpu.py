@@ -127,7 +127,7 @@ class GpuTier(Tier):
         self, capacity_bytes: int, device: Device, staging_piece_bytes: int = STAGING_PIECE_BYTES
     ) -> None:
         if capacity_bytes < GRANULE_BYTES + BLOCK_HEADER_BYTES:
-            raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for one frame")
+            raise InvalidRequestError("capacity_bytes", capacity_bytes, "give at least one frame")
         self.capacity_bytes = capacity_bytes // GRANULE_BYTES * GRANULE_BYTES
         self.max_frame_bytes = self.capacity_bytes - BLOCK_HEADER_BYTES
         self.device = device
@@ -141,7 +141,7 @@ class GpuTier(Tier):
             raise
         self._lock = Lock()
         # Guards the fields below; held for dictionary operations only.
-        self._room = FreeList(self.capacity_bytes, GRANULE_BYTES)
+        self._free_list = FreeList(self.capacity_bytes, GRANULE_BYTES)
         self._sealed: dict[ChunkKey, _Frame] = {}
         self._reserved: dict[object, Place] = {}
         """Keyed by place: generations are unique."""
@@ -155,9 +155,9 @@ class GpuTier(Tier):
         with self._lock:
             if self._closed:
                 raise TierUnavailableError(self.name, "closed")
-            start = self._room.allocate(need_bytes)
+            start = self._free_list.allocate(need_bytes)
             if start is None:
-                free_bytes = self.capacity_bytes - self._room.used_bytes
+                free_bytes = self.capacity_bytes - self._free_list.used_bytes
                 raise TierFullError(self.name, need_bytes, free_bytes)
             first, generation = start + BLOCK_HEADER_BYTES, next(_generations)
             place = Place(ARENA_SLAB, Reach.device, 0, first, info.size_bytes, generation)
@@ -299,12 +299,12 @@ class GpuTier(Tier):
 
     def _free(self, place: Place) -> None:
         start = place.offset - BLOCK_HEADER_BYTES
-        self._room.free_range(start, self.allocated_bytes(place.size_bytes))
+        self._free_list.free_range(start, self.allocated_bytes(place.size_bytes))
 
     @override
     def stats(self) -> TierStats:
         with self._lock:
-            used_bytes = 0 if self._closed else self._room.used_bytes
+            used_bytes = 0 if self._closed else self._free_list.used_bytes
             chunks, reservations = len(self._sealed), len(self._reserved)
             return TierStats(self.capacity_bytes, used_bytes, chunks, reservations)
 

@@ -73,7 +73,7 @@ class RedisTier(Tier):
         prefix: str = DEFAULT_PREFIX,
     ) -> None:
         if capacity_bytes <= CHUNK_OVERHEAD_BYTES:
-            raise InvalidRequestError("capacity_bytes", capacity_bytes, "give room for a chunk")
+            raise InvalidRequestError("capacity_bytes", capacity_bytes, "give at least one chunk")
         self.capacity_bytes = capacity_bytes
         room_bytes = capacity_bytes - CHUNK_OVERHEAD_BYTES
         self.max_frame_bytes = min(room_bytes, MAX_FRAME_BYTES, part_bytes * MAX_PARTS)
@@ -280,22 +280,22 @@ def check_health(client: RedisClient) -> Iterator[HealthFinding]:
     TierUnavailableError when no server answers.
     """
     masters = client.masters()
-    replies = client.ask([(master, (b"SCAN", 0, b"COUNT", 1)) for master in masters])
+    replies = client.execute([(master, (b"SCAN", 0, b"COUNT", 1)) for master in masters])
     refusing = False
     for master, reply in zip(masters, replies, strict=True):
         if isinstance(reply, TierUnavailableError):
-            fix = "bring it back, or let a replica of it take over"
+            fix = "restart it, or let its replica take over"
             yield HealthFinding(f"{master} does not answer; its slots miss", fix, is_loss=True)
             continue
-        text = _ask(client, master, b"INFO", b"memory")
+        text = _query(client, master, b"INFO", b"memory")
         sizes = dict(_MEMORY.findall(text if isinstance(text, bytes) else b""))
         used, most = (int(sizes.get(name, 0)) for name in (b"used_memory", b"maxmemory"))
         if most and used >= FULL_SHARE * most and b"maxmemory_policy:noeviction" in text:
             saw = f"{master} is full, {used} of {most} bytes, and evicts nothing (noeviction)"
             fix = "raise its maxmemory, lower --redis-size, or set maxmemory-policy allkeys-lru"
             yield HealthFinding(saw, fix, is_loss=True)
-        question = (b"CONFIG", b"GET", b"cluster-require-full-coverage")
-        refusing |= client.is_cluster and _ask(client, master, *question) == [question[2], b"yes"]
+        command = (b"CONFIG", b"GET", b"cluster-require-full-coverage")
+        refusing |= client.is_cluster and _query(client, master, *command) == [command[2], b"yes"]
     if lost := client.unserved_slots():
         saw = f"{lost} of {SLOTS} slots have no master"
         yield HealthFinding(saw, "give them one: redis-cli --cluster fix HOST:PORT", is_loss=True)
@@ -305,7 +305,7 @@ def check_health(client: RedisClient) -> Iterator[HealthFinding]:
         yield HealthFinding(saw, fix, is_loss=False)
 
 
-def _ask(client: RedisClient, master: Server, *command: bytes) -> Any:
+def _query(client: RedisClient, master: Server, *command: bytes) -> Any:
     """Return the reply; None when the command is not permitted."""
     with contextlib.suppress(TierUnavailableError):
         return client.run(master, [command], MAX_LISTING_BYTES)[0]

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ MAX_LOOK_KEYS = 512
 """Keys of one round trip."""
 MAX_LISTED_CHUNKS = 1 << 18
 """Limit of a listing: further chunks are found by key, and expire."""
+LIST_S = 30.0
+"""Time limit of a listing: other keys may be many, and a faulty server may never end it."""
 MAX_REMAINS = 1024
 """Failed writes kept for clean-up; older ones expire."""
 SWEEP_WRITES = 64
@@ -105,7 +108,7 @@ def parse_manifest(raw: bytes, key: ChunkKey) -> Manifest | None:
     manifest = Manifest(unpack_info(body[_FIXED.size :]), part_bytes, write_id, sealed_us, raw)
     info = manifest.info
     if info.key != key:
-        raise InvalidFrameError("manifest", info.key.hex(), f"stands under {key.hex()}")
+        raise InvalidFrameError("manifest", info.key.hex(), f"is stored as {key.hex()}")
     if not 1 <= info.size_bytes <= MAX_FRAME_BYTES:
         raise InvalidFrameError("manifest", info.size_bytes, f"at most {MAX_FRAME_BYTES} bytes")
     if not MIN_PART_BYTES <= part_bytes <= MAX_PART_BYTES:
@@ -160,7 +163,7 @@ class RedisChunks:
             # not GET: another program's value of this name may have 512 MB
             names = [self._names.manifest(key) for key in window]
             calls = [(name, (b"GETRANGE", name, 0, MAX_MANIFEST_BYTES)) for name in names]
-            rows = self._client.ask(calls)
+            rows = self._client.execute(calls)
             for key, row in zip(window, rows, strict=True):
                 if isinstance(row, TierUnavailableError) or row == b"":
                     found.append(row or None)
@@ -173,7 +176,7 @@ class RedisChunks:
                     damaged.append(self._delete_manifest(key, raw))
         if damaged:
             with contextlib.suppress(TierUnavailableError):
-                self._client.ask(damaged)
+                self._client.execute(damaged)
         return found
 
     def read(
@@ -248,19 +251,19 @@ class RedisChunks:
     def scan(self) -> tuple[dict[ChunkKey, Manifest], bool]:
         """Return all manifests, at most MAX_LISTED_CHUNKS, and whether the listing is complete."""
         found: dict[ChunkKey, Manifest] = {}
-        whole = True
+        whole, until = True, time.monotonic() + LIST_S
         for master in self._client.masters():
             try:
-                whole &= self._list_on(master, found)
+                whole &= self._list_on(master, found, until)
             except TierUnavailableError as error:
                 if not error.is_partial:
                     raise
                 whole = False
         return found, whole
 
-    def _list_on(self, master: Server, found: dict[ChunkKey, Manifest]) -> bool:
+    def _list_on(self, master: Server, found: dict[ChunkKey, Manifest], until: float) -> bool:
         cursor, whole = b"0", True
-        while len(found) < MAX_LISTED_CHUNKS:
+        while len(found) < MAX_LISTED_CHUNKS and time.monotonic() < until:
             scan: Command = (b"SCAN", cursor, b"MATCH", self._names.pattern, b"COUNT", 1000)
             match self._client.run(master, [scan], MAX_LISTING_BYTES):
                 case [[bytes(cursor), list(names)]]:
@@ -295,7 +298,7 @@ class RedisChunks:
             name, command = self._delete_manifest(old.info.key, old.raw)
             calls += [(name, command), (name, (b"UNLINK", *self._names.parts(old)))]
         try:
-            replies = self._client.ask(calls)
+            replies = self._client.execute(calls)
         except TierUnavailableError:
             self._remains.extend(swept)
             raise

@@ -42,11 +42,11 @@ MAX_REPLY_BYTES = 16 << 10
 MAX_LISTING_BYTES = 4 << 20
 """Limit of one page of a listing."""
 MAX_TOPOLOGY_BYTES = 1 << 20
-REST_S = 0.5
+RETRY_AFTER_S = 0.5
 """A failed server of a Cluster is not used for this long."""
 MIN_RENEW_S = 0.1
 """Least time between two requests for the topology."""
-MIN_ASK_SHARE = 0.1
+MIN_REQUEST_SHARE = 0.1
 """Share of a call's time below which no further server is requested for the topology: it would
 time out and count as failed. The next call starts with it."""
 SLOTS = 16384
@@ -75,8 +75,8 @@ _FIXES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = 
     (ssl.SSLError, "check --redis-tls-ca, and that its certificates are valid and name its hosts"),
     (errors.ReadOnlyError, "point the URL at the primary"),
     (LoadingError, "wait until it has loaded its data"),
-    ((SlotLostError, errors.ClusterDownError), "bring back its masters, or let replicas take over"),
-    (errors.TimeoutError, "see that it is there and not overloaded, or raise --redis-timeout-ms"),
+    ((SlotLostError, errors.ClusterDownError), "restart its masters, or let replicas take over"),
+    (errors.TimeoutError, "check that it is up and not overloaded, or raise --redis-timeout-ms"),
     (errors.InvalidResponse, "check that the URL names a Redis, and no proxy changes its answers"),
     (errors.ResponseError, "see the server's log"),
 )
@@ -93,7 +93,7 @@ class Topology:
     """Maps keys to servers: the only one, the master that Sentinels name, or a Cluster's.
 
     See redis.io, "Sentinel clients" and "Cluster specification". Any Sentinel or node provides the
-    topology, again after each failure. A failed master of a Cluster is not used for REST_S.
+    topology, again after each failure. A failed master of a Cluster is not used for RETRY_AFTER_S.
     Thread-safe; raises redis-py's errors and OSError.
     """
 
@@ -117,7 +117,7 @@ class Topology:
     def has_others(self) -> bool:
         """Return whether any master of a Cluster is not known to be down."""
         masters = set(self.holders) if self.is_cluster else ()
-        return any(server is not None and not server.is_resting for server in masters)
+        return any(server is not None and not server.is_suspended for server in masters)
 
     def server_of(self, name: bytes | Server, deadline: float) -> Server:
         """Return the server of the key called *name*."""
@@ -127,14 +127,14 @@ class Topology:
         server = self.holders[key_slot(name) if self.is_cluster else 0]
         if server is None:
             raise SlotLostError("no node holds the slot")
-        if self.is_cluster and server.is_resting:
-            raise errors.ConnectionError(f"{server}: failed a moment ago and is left alone")
+        if self.is_cluster and server.is_suspended:
+            raise errors.ConnectionError(f"{server}: failed recently and is not retried yet")
         return server
 
     def note_failure(self, server: Server, error: Exception) -> None:
         """Follow a moved slot, and mark the topology stale."""
         if self.is_cluster and not isinstance(error, errors.ResponseError):
-            server.rests_until = self._clock() + REST_S
+            server.retry_at = self._clock() + RETRY_AFTER_S
         with self._lock:
             self._is_stale = self.moves
             if isinstance(error, errors.MovedError) and 0 <= error.slot_id < len(self.holders):
@@ -162,30 +162,31 @@ class Topology:
         with self._lock:
             known = [self._node(at) for at in (*self._nodes, *self._url.hosts) if self.is_cluster]
         # failed servers last
-        asked = sorted(dict.fromkeys(self._sentinels or known), key=lambda one: one.rests_until)
+        candidates = sorted(dict.fromkeys(self._sentinels or known), key=lambda one: one.retry_at)
         reasons = []
-        least_s = (deadline - self._clock()) * MIN_ASK_SHARE
-        for at, server in enumerate(asked, 1):
+        least_s = (deadline - self._clock()) * MIN_REQUEST_SHARE
+        for at, server in enumerate(candidates, 1):
             left_s = deadline - self._clock()
             if left_s <= max(0.0, least_s):
-                reasons.append("no time was left to ask the others")
+                reasons.append("no time was left for the others")
                 break
-            try:  # an unresponsive one leaves half of the time to the others
-                self._settle(self._ask(server, deadline - (left_s / 2 if at < len(asked) else 0)))
+            kept_s = left_s / 2 if at < len(candidates) else 0.0  # for the others
+            try:
+                self._settle(self._fetch(server, deadline - kept_s))
                 return
             except _FAILED as error:
                 reasons.append(f"{server}: {error}")
                 self._cause = error
-                server.rests_until = self._clock() + REST_S
+                server.retry_at = self._clock() + RETRY_AFTER_S
         what = "no node of the Cluster answers" if self.is_cluster else "no Sentinel names a master"
         self._reason = f"{what}: {'; '.join(reasons)}"
 
-    def _ask(self, server: Server, deadline: float) -> list[tuple[int, int, HostPort]]:
+    def _fetch(self, server: Server, deadline: float) -> list[tuple[int, int, HostPort]]:
         """Return (first slot, slot after the last, master) rows from *server*."""
         service = self._url.service
-        question = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())
+        command = (b"SENTINEL", b"GET-MASTER-ADDR-BY-NAME", service.encode())
         with server.connection(deadline) as connection:
-            connection.send(pack((b"CLUSTER", b"SLOTS") if self.is_cluster else question))
+            connection.send(pack((b"CLUSTER", b"SLOTS") if self.is_cluster else command))
             (reply,) = connection.read_replies(1, MAX_TOPOLOGY_BYTES)
         if isinstance(reply, Exception):
             raise reply
@@ -195,7 +196,7 @@ class Topology:
             case [bytes(host), bytes(port)] if port.isdigit() and 0 < int(port) < 1 << 16:
                 return [(0, 1, (host.decode(errors="replace"), int(port)))]
             case _:
-                raise errors.ConnectionError(f"knows no service {service!r}")
+                raise errors.ConnectionError(f"has no service {service!r}")
 
     def _settle(self, ranges: Sequence[tuple[int, int, HostPort]]) -> None:
         with self._lock:
@@ -208,7 +209,7 @@ class Topology:
             used |= set(self._url.hosts) if self.is_cluster else set()
             gone = [self._nodes.pop(address) for address in set(self._nodes) - used]
             # Until each master answers again, a failover may be under way.
-            self._is_stale = any(server.is_resting for server in self._nodes.values())
+            self._is_stale = any(server.is_suspended for server in self._nodes.values())
         if self._sentinels and old and old != holders:
             logger.info("redis has a new master", old=str(old[0]), new=str(holders[0]))
         for server in gone:
@@ -230,7 +231,7 @@ class Topology:
             server.close()
 
 
-def _slot_ranges(reply: Reply, asked_host: str) -> list[tuple[int, int, HostPort]]:
+def _slot_ranges(reply: Reply, default_host: str) -> list[tuple[int, int, HostPort]]:
     found = []
     for row in reply if isinstance(reply, list) else []:
         match row:
@@ -239,11 +240,11 @@ def _slot_ranges(reply: Reply, asked_host: str) -> list[tuple[int, int, HostPort
             ):
                 # an empty host means the node that answered
                 name = host.decode(errors="replace") if isinstance(host, bytes) else ""
-                found.append((first, last + 1, (name or asked_host, port)))
+                found.append((first, last + 1, (name or default_host, port)))
             case _:
-                raise errors.ConnectionError("CLUSTER SLOTS was answered with something else")
+                raise errors.ConnectionError("invalid reply to CLUSTER SLOTS")
     if not found:
-        raise errors.ConnectionError("the node belongs to no Cluster, or knows no slots yet")
+        raise errors.ConnectionError("the node belongs to no Cluster, or has no slots yet")
     return found
 
 
@@ -278,13 +279,13 @@ class RedisClient:
         The reply for a key of the wrong type is None, as if it were absent. Raises redis-py's
         OutOfMemoryError when the server is out of memory, else TierUnavailableError.
         """
-        replies = self.ask([(name, command) for command in commands], reply_bytes=reply_bytes)
+        replies = self.execute([(name, command) for command in commands], reply_bytes=reply_bytes)
         for reply in replies:
             if isinstance(reply, TierUnavailableError):
                 raise reply
         return replies
 
-    def ask(
+    def execute(
         self, calls: Sequence[Call], within_s: float = math.inf, reply_bytes: int = MAX_REPLY_BYTES
     ) -> list[Any]:
         """Send *calls*, in one round trip to all servers at once, and return their replies.
@@ -294,9 +295,9 @@ class RedisClient:
         """
         views = (len(word) for _, words in calls for word in words if type(word) is memoryview)
         deadline = min(self._deadline(sum(views)), self._clock() + within_s)
-        replies, undone = self._ask_once(dict(enumerate(calls)), deadline, reply_bytes)
+        replies, undone = self._execute_once(dict(enumerate(calls)), deadline, reply_bytes)
         if undone and self._topology.moves and self._clock() < deadline:
-            again, undone = self._ask_once(undone, deadline, reply_bytes)
+            again, undone = self._execute_once(undone, deadline, reply_bytes)
             replies |= again
         for at, reply in replies.items():
             if isinstance(reply, WrongTypeError):
@@ -310,7 +311,7 @@ class RedisClient:
                 replies[at] = self._unavailable(reply, is_partial=True)
         return [replies[at] for at in range(len(calls))]
 
-    def _ask_once(
+    def _execute_once(
         self, calls: dict[int, Call], deadline: float, reply_bytes: int
     ) -> tuple[dict[int, Any], dict[int, Call]]:
         """Return the replies by number, including errors, and the calls that no server ran."""
@@ -339,14 +340,14 @@ class RedisClient:
         each slice with the bytes received. Return False when a reply is not the one expected.
         """
         deadline = self._deadline(len(out))
-        came_bytes, may_repeat = 0, self._topology.moves
+        received_bytes, may_repeat = 0, self._topology.moves
         while True:
             server: Server | None = None
             try:
                 server = self._topology.server_of(name, deadline)
                 with server.connection(deadline) as connection:
-                    for came_bytes in connection.transfer(steps, out, server.window):
-                        arrived(came_bytes)
+                    for received_bytes in connection.transfer(steps, out, server.window):
+                        arrived(received_bytes)
                 return True
             except KVStoreError:  # from *arrived*
                 raise
@@ -357,7 +358,7 @@ class RedisClient:
                 if server is not None and is_curable:
                     self._topology.note_failure(server, error)
                 # Bytes reported to *arrived* are not requested again.
-                may_repeat = may_repeat and is_curable and not came_bytes
+                may_repeat = may_repeat and is_curable and not received_bytes
                 if not may_repeat or self._clock() >= deadline:
                     raise self._unavailable(error, is_partial=self._is_partial(error)) from None
                 may_repeat = False
@@ -404,7 +405,7 @@ def _exchange(
     """Send *commands*, then receive the replies, at most *reply_bytes* each on average. Return per
     server whether anything was sent, and the replies; after a failure each is the error.
     """
-    came: dict[Server, tuple[bool, list[Any]]] = {}
+    results: dict[Server, tuple[bool, list[Any]]] = {}
     sent: dict[Server, RedisConnection] = {}
     with ExitStack() as stack:
         # in one order for all callers, to avoid deadlock
@@ -415,11 +416,11 @@ def _exchange(
                 connection.send(pack(*commands[server]))
                 sent[server] = connection
             except _FAILED as error:
-                came[server] = connection is not None, [error] * len(commands[server])
+                results[server] = connection is not None, [error] * len(commands[server])
         for server, connection in sent.items():
             count = len(commands[server])
             try:
-                came[server] = True, connection.read_replies(count, reply_bytes * count)
+                results[server] = True, connection.read_replies(count, reply_bytes * count)
             except _FAILED as error:
-                came[server] = True, [error] * count
-    return came
+                results[server] = True, [error] * count
+    return results

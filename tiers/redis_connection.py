@@ -45,7 +45,7 @@ FAR_WINDOW = 11
 FAR_S = 0.001
 """A server with a faster answer is on this host, or in the same rack."""
 GRACE_S = 0.1
-"""Replies that arrived in time are read this long after the deadline: others came first."""
+"""Replies that arrived in time are read this long after the deadline: others received first."""
 
 _JOINED_BYTES = _RECEIVE_BYTES = 64 << 10
 _MAX_ERROR_BYTES = 512
@@ -156,19 +156,19 @@ class DeadlineSocket:
         data: bytes = self._use(self._sock.recv, size)
         self.limit_bytes -= len(data)
         if self.limit_bytes < 0:
-            raise errors.InvalidResponse("the reply is larger than any right one")
+            raise errors.InvalidResponse("the reply exceeds its size limit")
         if not data:
-            raise errors.ConnectionError("the server hung up")
+            raise errors.ConnectionError("the server closed the connection")
         return data
 
-    def recv_into(self, rooms: Sequence[memoryview]) -> int:
-        """Receive available bytes into *rooms*; return their number."""
+    def recv_into(self, outs: Sequence[memoryview]) -> int:
+        """Receive available bytes into *outs*; return their number."""
         if isinstance(self._sock, ssl.SSLSocket):
-            count: int = self._use(self._sock.recv_into, rooms[0])
+            count: int = self._use(self._sock.recv_into, outs[0])
         else:
-            count = self._use(self._sock.recvmsg_into, rooms)[0]
+            count = self._use(self._sock.recvmsg_into, outs)[0]
         if not count:
-            raise errors.ConnectionError("the server hung up")
+            raise errors.ConnectionError("the server closed the connection")
         return count
 
 
@@ -268,22 +268,22 @@ class RedisConnection(Connection):
                 yield end
         self.is_quiet = True
 
-    def receive(self, expected: bytes, room: memoryview) -> None:
-        """Receive the *expected* reply, then, if *room* is not empty, payload and a CRLF."""
+    def receive(self, expected: bytes, out: memoryview) -> None:
+        """Receive the *expected* reply, then, if *out* is not empty, payload and a CRLF."""
         head, end = memoryview(bytearray(len(expected))), memoryview(bytearray(2))
-        left = deque((head, room, end) if len(room) else (head,))
-        came = 0
+        left = deque((head, out, end) if len(out) else (head,))
+        received = 0
         while left:
             count = self.link.recv_into(list(left))
-            came += count
+            received += count
             while left and count >= len(left[0]):
                 count -= len(left.popleft())
             if count:
                 left[0] = left[0][count:]
-            if head[:came] != expected[:came]:
-                got = b"".join(part[:_MAX_ERROR_BYTES] for part in (head, room, end))
-                raise self._other_reply(got[: min(came, _MAX_ERROR_BYTES)], expected)
-        if len(room) and end != _END:
+            if head[:received] != expected[:received]:
+                got = b"".join(part[:_MAX_ERROR_BYTES] for part in (head, out, end))
+                raise self._other_reply(got[: min(received, _MAX_ERROR_BYTES)], expected)
+        if len(out) and end != _END:
             raise errors.InvalidResponse("a value of another size than announced")
 
     def _other_reply(self, got: bytes, expected: bytes) -> Exception:
@@ -293,7 +293,7 @@ class RedisConnection(Connection):
         # A value's bytes may look like an error; a real one replaces the value from its head on.
         line = got if expected.startswith(b"$") else got[got.rfind(b"\n", 0, same) + 1 :]
         if not line.startswith(b"-"):
-            return errors.InvalidResponse("another reply")
+            return errors.InvalidResponse("unexpected reply")
         self.link.limit_bytes = _MAX_ERROR_BYTES
         while _END not in line and len(line) < _MAX_ERROR_BYTES:
             line += self.link.recv(_MAX_ERROR_BYTES - len(line))
@@ -317,7 +317,7 @@ class Server:
         """Unused connections; None for each that may be opened."""
         for _ in range(options.limit):
             self._free.put(None)
-        self.rests_until = 0.0
+        self.retry_at = 0.0
         self._nearest_s = float("inf")
         """Time of the fastest answer, which estimates the server's distance: others had waits."""
         self._is_closed = False
@@ -326,9 +326,9 @@ class Server:
         return "{}:{}".format(*self.address)
 
     @property
-    def is_resting(self) -> bool:
+    def is_suspended(self) -> bool:
         """Whether the server failed recently and is not used."""
-        return self._clock() < self.rests_until
+        return self._clock() < self.retry_at
 
     @property
     def window(self) -> int:

@@ -72,7 +72,7 @@ class Loops:
 @lru_cache(maxsize=1)
 def _library() -> ctypes.CDLL:
     if not LIBRARY.is_file():
-        raise ImportError(f"{LIBRARY} is not there: {_BUILD}")
+        raise ImportError(f"{LIBRARY} is missing: {_BUILD}")
     try:
         library = ctypes.CDLL(str(LIBRARY))
         found = library.kvstore_loops_abi()

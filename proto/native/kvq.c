@@ -30,8 +30,8 @@ typedef struct {
     const anyi16 *reach;
 } family;
 
-/* The result of quantising n tiles; see Tiles in codecs/kvq_tiles.py. values holds values_room
- * quotients. */
+/* The result of quantising n tiles; see Tiles in codecs/kvq_tiles.py. values holds at most
+ * values_limit quotients. */
 typedef struct {
     anyfloat *steps, *means;
     uint8_t *models, *symbols;
@@ -39,7 +39,7 @@ typedef struct {
     anyi16 *values;
     anyfloat *errors;
     any32 *magnitudes;
-    int64_t tiles, values_room;
+    int64_t tiles, values_limit;
 } tiles_out;
 
 INLINE int64_t smaller(int64_t a, int64_t b) { return a < b ? a : b; }
@@ -56,8 +56,8 @@ static int64_t gcd(int64_t a, int64_t b)
 }
 
 /* Rotates one token's head by its angles in place; sign -1 is the inverse. */
-INLINE void turn(anyfloat *restrict row, const anyfloat *restrict cosine, const anyfloat *restrict sine,
-                 int64_t pairs, float sign)
+INLINE void rotate(anyfloat *restrict row, const anyfloat *restrict cosine,
+                   const anyfloat *restrict sine, int64_t pairs, float sign)
 {
     for (int64_t i = 0; i < pairs; i++) {
         float first = row[i], second = row[i + pairs], signed_sine = sine[i] * sign;
@@ -140,7 +140,7 @@ INLINE int64_t load_heads(const block *b, int64_t head, group *g)
         for (int64_t token = 0; token < tokens; token++) {
             widen_row(b, head + index, token, g->row, g->sizes);
             if (b->pairs)
-                turn(row, b->cosine + token * b->pairs, b->sine + token * b->pairs, b->pairs, -1);
+                rotate(row, b->cosine + token * b->pairs, b->sine + token * b->pairs, b->pairs, -1);
             for (int64_t at = 0; at < dim;) {
                 int64_t tile = (index * dim + at) / WIDTH, channel = (index * dim + at) % WIDTH;
                 int64_t run = smaller(dim - at, WIDTH - channel);
@@ -316,7 +316,7 @@ static void move_all(const uint8_t *models, uint8_t kinds[KINDS][WIDTH])
 /* Fills a tile's symbols and appends its escapes; returns their number, or -1 if values is full. */
 INLINE int64_t name_symbols(const work *w, const uint8_t *models, const uint8_t *classes,
                             const family *f, int64_t tokens, int64_t width, uint8_t *symbols,
-                            anyi16 *values, int64_t room)
+                            anyi16 *values, int64_t capacity)
 {
     int16_t reaches[KINDS][WIDTH];
     uint8_t kinds[KINDS][WIDTH];
@@ -337,7 +337,7 @@ INLINE int64_t name_symbols(const work *w, const uint8_t *models, const uint8_t 
         if (escapes_in(named, width))
             for (int64_t c = 0; c < width; c++)
                 if (named[c] == ESCAPE) {
-                    if (used >= room)
+                    if (used >= capacity)
                         return -1;
                     values[used++] = q[c];
                 }
@@ -371,7 +371,7 @@ INLINE int64_t quantise_tile(const block *b, const anyfloat *x, int64_t tile, do
     out->errors[tile] = error;
     return name_symbols(w, models, classes, f, tokens, width,
                         out->symbols + tile * tokens * WIDTH, out->values + used,
-                        out->values_room - used);
+                        out->values_limit - used);
 }
 
 /* Quantises a block, by classes u8 (tokens,) if not NULL. Returns the number of escapes, or -1
@@ -509,7 +509,7 @@ int64_t LOOP(kvq_dequantise)(const tiles_in *t, const block *b, void *out)
             at += run;
         }
         if (b->pairs)
-            turn(row, b->cosine + token * b->pairs, b->sine + token * b->pairs, b->pairs, 1);
+            rotate(row, b->cosine + token * b->pairs, b->sine + token * b->pairs, b->pairs, 1);
         store_row(row, out, line * dim, dim, b->item_bytes);
     }
     free(row);

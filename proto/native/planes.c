@@ -99,16 +99,16 @@ INLINE uint8_t *sift_group(const uint8_t *source, const uint8_t *kept, uint8_t *
 
 /* Writes the passes of data u8 (size,) and the bytes that remain after the last to out; scratch
  * has twice size + 64 bytes. Fills counts i64 (5,) with the bytes that remain after each pass.
- * Returns whether out, of room bytes, was long enough. */
+ * Returns whether out, of capacity bytes, was long enough. */
 int64_t LOOP(sieve_squeeze)(const uint8_t *data, int64_t size, const uint8_t *values,
-                            uint8_t *scratch, uint8_t *out, int64_t room, anyi64 *counts)
+                            uint8_t *scratch, uint8_t *out, int64_t capacity, anyi64 *counts)
 {
     uint8_t *left = scratch, *other = scratch + size + SIFTED;
     const uint8_t *source = data;
     int64_t items = size, end = 0;
     for (int pass = 0; pass < PASSES; pass++) {
         int64_t groups = (items + SIFTED - 1) / SIFTED;
-        if (end + groups * BITS_BYTES > room)
+        if (end + groups * BITS_BYTES > capacity)
             return 0;
         uint8_t *to = left;
         for (int64_t group = 0; group < groups; group++) {
@@ -123,7 +123,7 @@ int64_t LOOP(sieve_squeeze)(const uint8_t *data, int64_t size, const uint8_t *va
         left = other;
         other = (uint8_t *)source;
     }
-    if (end + items > room)
+    if (end + items > capacity)
         return 0;
     memcpy(out + end, source, (size_t)items);
     return 1;

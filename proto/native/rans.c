@@ -273,9 +273,9 @@ int64_t LOOP(rans_encode)(uint8_t *symbols, const uint8_t *models, const any64 *
                           any32 *states, any32 *counts, any16 *words, int64_t tiles,
                           int64_t size, int64_t channels)
 {
-    int64_t room = size + CODER_LANES, end = 0;
+    int64_t capacity = size + CODER_LANES, end = 0;
     any32 *rows = rows_of(models, tiles, channels, MAX_SYMBOLS);
-    any16 *scratch = malloc((size_t)(TOGETHER * room) * sizeof *scratch);
+    any16 *scratch = malloc((size_t)(TOGETHER * capacity) * sizeof *scratch);
     place *places = malloc((size_t)(tiles + 1) * sizeof *places);
     batch b = {symbols, rows, table, states, size, channels};
     if (rows == NULL || scratch == NULL || places == NULL)
@@ -284,7 +284,7 @@ int64_t LOOP(rans_encode)(uint8_t *symbols, const uint8_t *models, const any64 *
         int64_t stop = first + TOGETHER < tiles ? first + TOGETHER : tiles;
         int is_coded = 1;
         for (int64_t tile = first; tile < stop; tile++)
-            places[tile].at = (tile - first + 1) * room;
+            places[tile].at = (tile - first + 1) * capacity;
         if (TOGETHER > 1 && stop - first == TOGETHER)
             is_coded = encode_some(&b, scratch, places, first, TOGETHER);
         else
@@ -295,7 +295,7 @@ int64_t LOOP(rans_encode)(uint8_t *symbols, const uint8_t *models, const any64 *
             break;
         }
         for (int64_t tile = first; tile < stop; tile++) {
-            int64_t count = (tile - first + 1) * room - places[tile].at;
+            int64_t count = (tile - first + 1) * capacity - places[tile].at;
             memcpy(words + end, scratch + places[tile].at, (size_t)count * sizeof *words);
             counts[tile] = (uint32_t)count;
             end += count;

@@ -240,7 +240,8 @@ typedef struct {
     uint64_t tokens, width, item;
 } block_piece;
 
-INLINE void turn_any(uint8_t *out, const uint8_t *from, size_t tokens, size_t width, size_t item)
+INLINE void transpose_any(uint8_t *out, const uint8_t *from, size_t tokens, size_t width,
+                          size_t item)
 {
     for (size_t column = 0; column < width; column++)
         for (size_t token = 0; token < tokens; token++)
@@ -251,7 +252,7 @@ INLINE void turn_any(uint8_t *out, const uint8_t *from, size_t tokens, size_t wi
 #if defined(__SSE2__)
 /* Transpose by squares of 4 x 4 or 8 x 8 in registers. Non-temporal stores halve the time and need
  * 16-byte alignment. */
-INLINE void turn32(uint8_t *out, const uint8_t *from, size_t tokens, size_t width)
+INLINE void transpose32(uint8_t *out, const uint8_t *from, size_t tokens, size_t width)
 {
     for (size_t column = 0; column < width; column += 4)
         for (size_t token = 0; token < tokens; token += 4) {
@@ -270,7 +271,7 @@ INLINE void turn32(uint8_t *out, const uint8_t *from, size_t tokens, size_t widt
         }
 }
 
-INLINE void turn16(uint8_t *out, const uint8_t *from, size_t tokens, size_t width)
+INLINE void transpose16(uint8_t *out, const uint8_t *from, size_t tokens, size_t width)
 {
     for (size_t column = 0; column < width; column += 8)
         for (size_t token = 0; token < tokens; token += 8) {
@@ -298,7 +299,7 @@ INLINE void turn16(uint8_t *out, const uint8_t *from, size_t tokens, size_t widt
 }
 #endif
 
-INLINE void turn(const block_piece *p)
+INLINE void transpose(const block_piece *p)
 {
     uint8_t *out = (uint8_t *)(uintptr_t)p->flat.out;
     const uint8_t *from = (const uint8_t *)(uintptr_t)p->flat.from;
@@ -306,18 +307,18 @@ INLINE void turn(const block_piece *p)
 #if defined(__SSE2__)
     int is_aligned = (p->flat.out & 15) == 0;
     if (is_aligned && p->item == 4 && tokens % 4 == 0 && width % 4 == 0) {
-        turn32(out, from, tokens, width);
+        transpose32(out, from, tokens, width);
         return;
     }
     if (is_aligned && p->item == 2 && tokens % 8 == 0 && width % 8 == 0) {
-        turn16(out, from, tokens, width);
+        transpose16(out, from, tokens, width);
         return;
     }
 #endif
     switch (p->item) {
-    case 1: turn_any(out, from, tokens, width, 1); break;
-    case 2: turn_any(out, from, tokens, width, 2); break;
-    default: turn_any(out, from, tokens, width, 4);
+    case 1: transpose_any(out, from, tokens, width, 1); break;
+    case 2: transpose_any(out, from, tokens, width, 2); break;
+    default: transpose_any(out, from, tokens, width, 4);
     }
 }
 
@@ -331,7 +332,7 @@ void LOOP(scatter_summed)(block_piece *pieces, uint64_t count)
     for (uint64_t k = 0; k < count; k++) {
         piece *p = &pieces[k].flat;
         if (pieces[k].width) {
-            turn(pieces + k);
+            transpose(pieces + k);
             copy_units(&s, p, NOWHERE, p->size != 0);
         } else
             copy_piece(&s, p, 1);

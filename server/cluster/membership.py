@@ -137,7 +137,7 @@ class Membership:
         """
         calls: list[Call] = [(name, (b"EVAL", _BEAT, 1, name, *self._row)) for name in self._names]
         try:
-            replies = self._link.ask(calls, reply_bytes=MAX_ANSWER_BYTES)
+            replies = self._link.execute(calls, reply_bytes=MAX_ANSWER_BYTES)
         except OutOfMemoryError:
             raise is_full(self._link) from None
         answers = [reply for reply in replies if not isinstance(reply, TierUnavailableError)]
@@ -157,7 +157,7 @@ class Membership:
                     if found == b"taken":
                         rivals.append(NodeAddress.parse(self._row[0], mine))
                 case _:
-                    fix = "a stranger's answer; see what lies at its hashes"
+                    fix = "unexpected reply; check what is stored at its hashes"
                     raise TierUnavailableError("redis", f"{self._link.url}: {fix}")
         self.living = [one for one in living if one and one.incarnation != self._incarnation]
         # The majority decides: a hash that lost its rows accepts any node.
@@ -173,7 +173,8 @@ class Membership:
 
     def leave(self) -> None:
         """Remove this node, so that others know at once. Raises TierUnavailableError."""
-        self._link.ask([(name, (b"EVAL", _LEAVE, 1, name, *self._leave)) for name in self._names])
+        calls = [(name, (b"EVAL", _LEAVE, 1, name, *self._leave)) for name in self._names]
+        self._link.execute(calls)
 
 
 def is_full(link: RedisClient) -> TierUnavailableError:

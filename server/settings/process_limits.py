@@ -70,7 +70,7 @@ def check_memory(config: Settings) -> None:
     if limit is None or config.cpu_size + PROCESS_BYTES <= limit:
         return
     most = max(0, limit - PROCESS_BYTES) // MIB * MIB
-    fix = f"its cgroup may take {format_size(limit)}: give --cpu {format_size(most)} at most, "
+    fix = f"its cgroup allows {format_size(limit)}: give --cpu {format_size(most)} at most, "
     fix += "or raise the limit"
     raise InvalidRequestError("cpu_size", format_size(config.cpu_size), fix)
 
@@ -88,7 +88,7 @@ def check_enough(sessions: int, taken: int) -> None:
     needed = taken + OTHERS + PER_SESSION * sessions
     if limit != resource.RLIM_INFINITY and limit < needed:
         logger.warning(
-            "too few file descriptors for --max-sessions: some clients will find no room",
+            "too few file descriptors for --max-sessions: some clients will be refused",
             limit=limit,
             max_sessions=sessions,
             fix=f"ulimit -n {needed}, LimitNOFILE= of systemd, or fewer --max-sessions",

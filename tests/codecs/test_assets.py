@@ -78,7 +78,7 @@ def test_no_changed_missing_or_added_byte_goes_unseen(at: int, mask: int) -> Non
     for size in [0, 3, 4, 63, 64, 71, 200, len(packed()) - 1]:
         with pytest.raises(InvalidRequestError, match=r"^asset="):
             parse_asset(packed()[:size])
-    with pytest.raises(InvalidRequestError, match="its header says"):
+    with pytest.raises(InvalidRequestError, match="its header states"):
         parse_asset(packed() + b"\0")
 
 
@@ -98,24 +98,24 @@ def test_a_change_under_a_right_checksum_is_refused_or_stays_inside(data: st.Dat
 def test_an_asset_that_contradicts_itself_or_is_newer_is_refused_by_name() -> None:
     for at, value, message in [
         (0, b"KVFR", "starts with"),
-        (4, b"\2\0", "version=2: this reader knows 1"),
+        (4, b"\2\0", "version=2: this reader supports 1"),
         (6, b"\xff\0", "made by a newer version"),
         (8, b"\0\0\0\0", "asset tables=0"),
         (8, struct.pack("<I", MAX_TABLES + 1), "asset tables=65"),
         (8, b"\5\0\0\0", "asset table"),
         (12, b"\0\0\0\0", "made by a newer version"),
-        (16, struct.pack("<Q", 1 << 40), "its header says"),
+        (16, struct.pack("<Q", 1 << 40), "its header states"),
         (64, b"\xff", "unknown here"),
         (64 + 16, b"\4", "unknown here"),
         (64 + 17, b"\0", "unknown here"),
         (64 + 17, b"\5", "unknown here"),
-        (64 + 24, struct.pack("<4I", *[1 << 31] * 4), "outside of the asset"),
-        (64 + 36, struct.pack("<I", 200), "outside of the asset"),
+        (64 + 24, struct.pack("<4I", *[1 << 31] * 4), "outside the asset"),
+        (64 + 36, struct.pack("<I", 200), "outside the asset"),
         (64 * 2 + 28, struct.pack("<I", 2), "unknown here"),
-        (64 + 24, struct.pack("<I", 0), "outside of the asset"),
-        (64 + 40, struct.pack("<Q", 0), "outside of the asset"),
-        (64 + 40, struct.pack("<Q", 1 << 63), "outside of the asset"),
-        (64 * 2, b"basis\0\0", "a name stands twice"),
+        (64 + 24, struct.pack("<I", 0), "outside the asset"),
+        (64 + 40, struct.pack("<Q", 0), "outside the asset"),
+        (64 + 40, struct.pack("<Q", 1 << 63), "outside the asset"),
+        (64 * 2, b"basis\0\0", "a name occurs twice"),
     ]:
         with pytest.raises(InvalidRequestError, match=message):
             parse_asset(changed(at, value))

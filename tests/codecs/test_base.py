@@ -142,23 +142,23 @@ def test_a_reader_that_takes_all_or_nothing_or_other_bytes_is_found_out(tmp_path
     assert data is not None
     everything = faults(lambda _: data, RAW, tmp_path)
     assert len(everything) > 60
-    assert "does not refuse a copy with a fault: a codec from the future" in everything
-    assert "does not refuse a copy with a fault: empty" in everything
-    assert faults(lambda _: None, RAW, tmp_path) == ["refuses it"]
+    assert "accepts a copy with a fault: a future codec" in everything
+    assert "accepts a copy with a fault: empty" in everything
+    assert faults(lambda _: None, RAW, tmp_path) == ["refuses a valid frame"]
     one_more = bytes([data[0] + 1]) + data[1:]
     for wrong, fault in (
-        (data[1:], "gives 2047 bytes, not 2048"),
-        (one_more, "gives values that are 1 steps off"),
+        (data[1:], "returns 2047 bytes, not 2048"),
+        (one_more, "returns values that are 1 steps off"),
     ):
         answers = {RAW: wrong}
         assert faults(answers.get, RAW, tmp_path) == [fault]
-    assert faults({SHARD: b""}.get, SHARD, tmp_path) == ["takes a rectangle for a whole chunk"]
+    assert faults({SHARD: b""}.get, SHARD, tmp_path) == ["accepts a shard as a whole chunk"]
 
 
 def test_a_lossy_frame_may_be_decoded_to_the_neighbours_of_its_values(tmp_path: Path) -> None:
     data = own(LOSSY)
     assert data is not None
-    for steps, expected in ((1, []), (2, ["gives values that are 2 steps off"])):
+    for steps, expected in ((1, []), (2, ["returns values that are 2 steps off"])):
         near = bytes([data[0] ^ steps]) + data[1:]
         assert faults({LOSSY: near}.get, LOSSY, tmp_path) == expected
 
@@ -193,10 +193,10 @@ def test_the_command_prints_a_line_for_each_frame_and_runs_a_reader(
     lines = capfd.readouterr().out.splitlines()
     assert [line.split(":")[0] for line in lines] == [f"ok {path.name}" for path in FRAMES]
     assert main([str(RAW), "--reader", "false"]) == 1
-    assert capfd.readouterr().out == "wrong raw-r1.frame: the reader refuses it\n"
+    assert capfd.readouterr().out == "wrong raw-r1.frame: the reader refuses a valid frame\n"
     assert main([str(RAW), "--reader", "cat"]) == 1
     lines = capfd.readouterr().out.splitlines()
-    assert lines[0] == "wrong raw-r1.frame: the reader gives 2368 bytes, not 2048"
+    assert lines[0] == "wrong raw-r1.frame: the reader returns 2368 bytes, not 2048"
     assert len(lines) > 60
 
 
@@ -216,7 +216,7 @@ def test_what_cannot_be_read_or_run_is_named_and_what_is_no_frame_is_wrong(
     assert main([str(SHARD), "--decode"]) == 1
     found = capfd.readouterr()
     assert found.out == ""
-    assert "rectangle" in found.err
+    assert "a shard" in found.err
 
 
 def test_decoded_bytes_are_written_as_they_are(capfdbinary: pytest.CaptureFixture[bytes]) -> None:

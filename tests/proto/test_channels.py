@@ -66,8 +66,8 @@ SESSION = 0x1122334455667788
 
 def test_what_is_no_message_or_too_long_is_refused_by_its_lengths() -> None:
     for begun, named in [
-        (LENGTHS.pack(b"KVS\x02", 1, 0), "speak version 3"),
-        (LENGTHS.pack(b"GET ", 1, 0), "speak version 3"),
+        (LENGTHS.pack(b"KVS\x02", 1, 0), "use version 3"),
+        (LENGTHS.pack(b"GET ", 1, 0), "use version 3"),
         (LENGTHS.pack(MAGIC, MAX_HEADER_BYTES + 1, 0), "header=1048577: at most"),
         (LENGTHS.pack(MAGIC, 0xFFFFFFFF, 0), "header=4294967295: at most"),
         (LENGTHS.pack(MAGIC, 1, MAX_PAYLOAD_BYTES + 1), "payload=1048577: at most"),
@@ -88,7 +88,7 @@ def test_a_payload_where_none_belongs_is_refused() -> None:
 
 def test_kinds_that_are_not_known_are_refused() -> None:
     for header in [b"", b"\x08\x01", b"\xfa\x7f\x00"]:
-        with pytest.raises(InvalidRequestError, match="speak version 3"):
+        with pytest.raises(InvalidRequestError, match="use version 3"):
             parse(header, 0)
     with pytest.raises(InvalidRequestError, match="header=3: "):
         parse(b"\xff\xff\xff", 0)
@@ -176,9 +176,9 @@ def test_what_does_not_fit_a_message_is_left_out() -> None:
 
 
 def test_an_answer_about_another_chunk_or_too_many_is_refused() -> None:
-    with pytest.raises(InvalidFrameError, match="asked for"):
+    with pytest.raises(InvalidFrameError, match="requested"):
         found_infos([key(1)], found_rows([info(2)]))
-    with pytest.raises(InvalidFrameError, match="answers for 1"):
+    with pytest.raises(InvalidFrameError, match="at most 1, as requested"):
         found_infos([key(1)], found_rows([info(1), info(2)]))
 
 

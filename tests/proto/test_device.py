@@ -69,7 +69,7 @@ def test_slabs_that_the_device_refuses_are_used_all_the_same() -> None:
 
 def test_without_cuda_a_cuda_device_names_the_fix(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
-    with pytest.raises(TierUnavailableError, match=r"sees 0 CUDA devices.*start without gpu"):
+    with pytest.raises(TierUnavailableError, match=r"has 0 CUDA devices.*start without gpu"):
         open_device(torch.device("cuda", 0))
 
 

@@ -167,7 +167,7 @@ def test_folder_keeps_the_extent_size_it_was_made_with(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("line", "reason"),
     [
-        (b"kvstore disk 2 whatever comes\n", "format version 2, this server knows 1"),
+        (b"kvstore disk 2 whatever comes\n", "format version 2, this server supports 1"),
         (b"kvstore disk 1 8388608 0123456789abcdef\n", "damaged FORMAT"),
         (b"kvstore disk 1\n", "damaged FORMAT"),
         (b"\xff\x00", "no disk tier wrote"),

@@ -103,9 +103,9 @@ def made(paths: Sequence[Path]) -> list[ChunkInfo]:
 def test_a_folder_that_is_not_mounted_is_refused_by_name(paths: list[Path]) -> None:
     infos = made(paths)
     paths[1].rename(paths[1].with_name("unmounted"))
-    refused(paths, f"{paths[1]} should be disk 1 of the tier and is empty: mount it")
+    refused(paths, f"{paths[1]} should be disk 1 of the tier but is empty: mount it")
     paths[1].mkdir(exist_ok=True)
-    refused(paths, f"{paths[1]} should be disk 1 of the tier and is empty: mount it")
+    refused(paths, f"{paths[1]} should be disk 1 of the tier but is empty: mount it")
     shutil.rmtree(paths[1])
     paths[1].with_name("unmounted").rename(paths[1])
     tier = open_over(paths, [1, 1, 1])
@@ -116,7 +116,7 @@ def test_a_folder_that_is_not_mounted_is_refused_by_name(paths: list[Path]) -> N
 def test_folders_in_another_order_are_refused_by_name(paths: list[Path]) -> None:
     made(paths)
     a, b, c = paths
-    refused([a, c, b], f"{c} should be disk 1 of the tier and is disk 2 of tier [0-9a-f]{{32}}")
+    refused([a, c, b], f"{c} should be disk 1 of the tier but is disk 2 of tier [0-9a-f]{{32}}")
     refused([b, a, c], f"{b} is disk 1 of its tier: give its disk 0 first")
     open_over(paths, [1, 1, 1]).close()
 
@@ -126,7 +126,7 @@ def test_a_folder_of_another_tier_is_refused_by_name(paths: list[Path], tmp_path
     made([tmp_path / "x", tmp_path / "y"])
     made([tmp_path / "alone"])
     a, b, c = paths
-    refused([a, tmp_path / "y"], f"{tmp_path}/y should be disk 1 of the tier and is disk 1 of")
+    refused([a, tmp_path / "y"], f"{tmp_path}/y should be disk 1 of the tier but is disk 1 of")
     refused([a, b, tmp_path / "y"], f"{tmp_path}/y belongs to another disk tier")
     refused([a, b, tmp_path / "alone"], f"{tmp_path}/alone belongs to another disk tier")
     refused([c, b], f"{b} belongs to another disk tier")
@@ -145,7 +145,7 @@ def test_a_damaged_or_unknown_identity_is_refused(paths: list[Path]) -> None:
     made(paths[:2])
     for line, why in (
         (b"", "no disk tier wrote"),
-        (b"kvstore disk-set 2 more to come\n", "version 2, this server knows 1"),
+        (b"kvstore disk-set 2 more to come\n", "version 2, this server supports 1"),
         (b"kvstore disk-set 1 00 1 2 0123456789abcdef\n", "damaged DISK"),
     ):
         (paths[1] / "DISK").write_bytes(line)

@@ -307,7 +307,7 @@ def test_manifest_of_a_key_that_differs_anywhere_is_refused() -> None:
     for at in range(KEY_BYTES):
         other = bytearray(info.key)
         other[at] ^= 1
-        with pytest.raises(InvalidFrameError, match="stands under"):
+        with pytest.raises(InvalidFrameError, match="is stored as"):
             parse_manifest(Manifest.of(info, 4096, b"writer 1", 5).raw, ChunkKey(bytes(other)))
 
 

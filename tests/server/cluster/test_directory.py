@@ -148,10 +148,10 @@ def test_a_node_stands_as_most_of_the_answers_say_and_half_turn_away_a_new_one_a
         link = Mock()
         roster = Membership(link, PREFIX, node(1), TTL_MS)
         if before is MembershipState.known:
-            link.ask.return_value = [[b"old", b"", []]] * 3
+            link.execute.return_value = [[b"old", b"", []]] * 3
             roster.beat()
         assert roster.state is before
-        link.ask.return_value = [one if one is LOST else [one, b"", []] for one in words]
+        link.execute.return_value = [one if one is LOST else [one, b"", []] for one in words]
         roster.beat()
         assert roster.state is after
 
