@@ -64,8 +64,7 @@ class AuditLog:
         try:
             self._file: BinaryIO = _open(path)
         except OSError as error:
-            fix = f"{error.strerror}; name a file that this user can write"
-            raise InvalidRequestError("audit_log", str(path), fix) from None
+            raise _refusal(path, error) from None
         self._thread = Thread(target=self._run, name="audit-log", daemon=True)
         self._thread.start()
 
@@ -165,6 +164,11 @@ def _parsed(line: bytes, where: str) -> tuple[dict[str, object], str]:
     return fields, digest
 
 
+def _refusal(path: Path, error: OSError) -> InvalidRequestError:
+    fix = f"{error.strerror}; name a file that this user can write"
+    return InvalidRequestError("audit_log", str(path), fix)
+
+
 def _end_of(path: Path) -> tuple[str, int]:
     """Return the hash of the last line, and the number of the next. Truncate a partial line."""
     try:
@@ -181,5 +185,5 @@ def _end_of(path: Path) -> tuple[str, int]:
                 fields, digest = _parsed(lines[-1], str(one))
                 return digest, int(str(fields["n"])) + 1
     except OSError as error:
-        raise InvalidRequestError("audit_log", str(path), f"{error.strerror}") from None
+        raise _refusal(path, error) from None
     return FIRST, 0

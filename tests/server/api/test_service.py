@@ -46,7 +46,7 @@ from kvstore.proto.types import Accuracy, ChunkKey, PutOutcome
 from kvstore.server.api import admin_calls
 from kvstore.server.api.interceptors import MAX_MESSAGE_CHARS
 from kvstore.server.api.put_stream import PutStream
-from kvstore.server.api.validation import MAX_DEADLINE_MS
+from kvstore.server.settings.values import MAX_DEADLINE_MS
 
 ServerMaker = Callable[..., LocalServer]
 
@@ -262,7 +262,7 @@ BAD_RESERVES: list[tuple[Callable[[pb.ReserveRequest], object], type[KVStoreErro
         lambda r: r.layout.__setitem__(1, 7), InvalidRequestError,
         "layout=7: index into layouts",
     ),
-    (_component("kind", 77), InvalidRequestError, "layout='77 is not.*we know"),
+    (_component("kind", 77), InvalidRequestError, "layout='77 is not.*use a known kind"),
     (_component("kv_heads", 3), LayoutMismatchError, "this session's is KVLayout"),
     (
         lambda r: r.frame_bytes.__setitem__(1, 1 << 63), InvalidRequestError,

@@ -289,7 +289,8 @@ def test_a_log_that_was_tampered_with_shows_it_and_is_not_gone_on_with(path: Pat
         with pytest.raises(InvalidRequestError, match="audit_log"):
             chain(path)
     path.write_bytes(b"".join(kept).replace(b"acme", b"zeta"))  # at its end, too
-    for place, why in ((path, "changed"), (path.parent / "none" / "audit", "audit_log")):
+    folders = [(one, "name a file") for one in (path.parent / "none" / "audit", path.parent)]
+    for place, why in ((path, "changed"), *folders):
         with pytest.raises(InvalidRequestError, match=why):
             AuditLog(place, 1 << 20, lambda: 0.0)
 
