@@ -127,7 +127,7 @@ class Index:
             started = time.perf_counter()
             victims = eviction.claim_victims("cpu", EVICT_ROUND * FRAME_BYTES, EVICT_ROUND)
             for key in victims:
-                self.catalog.cast_out("cpu", key, even_if_held=False)
+                self.catalog.drop_copy("cpu", key, even_if_held=False)
                 self.catalog.purged("cpu", key)
             eviction.unclaim(victims)
             rounds.append(1e6 * (time.perf_counter() - started) / len(victims))

@@ -4,7 +4,8 @@ A server that accepts every call answers all of them too late. Here each kind of
 bounded queue; beyond its limit calls are refused at once (RESOURCE_EXHAUSTED) by threads that do
 nothing else, so that reads get through. No call is accepted while reads wait too long, however many
 they are: a limit in calls is seconds of long ones. A call past its deadline is not begun. A
-StallGuard ends calls whose messages do not arrive: gRPC would wait without limit.
+StallGuard ends calls whose messages do not arrive, or whose answers are not read: gRPC would wait
+without limit.
 After M. Welsh and D. Culler, "Adaptive Overload Control for Busy Internet Servers", USITS 2003.
 """
 
@@ -15,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
@@ -43,7 +45,7 @@ WRITES_PER_WORKER = 2
 LEAST_LEFT_S = 0.001
 """A call with less time left is not begun."""
 STALL_S = 15.0
-"""Longest wait for any message."""
+"""Longest wait for any message to arrive, or to be read."""
 GRACE_S = 3.0
 """A call that has waited less is never ended: its message may be on the way."""
 LATE_S = 0.2
@@ -53,7 +55,8 @@ T = TypeVar("T")
 
 
 class StallGuard:
-    """Waits for messages in the thread of their call; at most *most* wait beyond ``GRACE_S``.
+    """Waits for messages in the thread of their call, and for readers of its answer; at most *most*
+    wait beyond ``GRACE_S``.
 
     ``tick`` is called a few times a second. Thread-safe; *clock* returns monotonic seconds.
     """
@@ -68,19 +71,30 @@ class StallGuard:
     def each(self, messages: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
         """Yield the messages of a call."""
         while True:
-            with self._lock:
-                self._waiting[context] = self._clock()
-            try:
+            with self._wait(context):
                 message = next(messages, None)
-            finally:
-                with self._lock:
-                    self._waiting.pop(context, None)
             if message is None:
                 return
             yield message
 
+    def taken(self, answers: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
+        """Yield the answers of a call; each must be read before the next is made."""
+        for answer in answers:
+            with self._wait(context):
+                yield answer
+
+    @contextmanager
+    def _wait(self, context: grpc.ServicerContext) -> Iterator[None]:
+        with self._lock:
+            self._waiting[context] = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.pop(context, None)
+
     def tick(self) -> int:
-        """End the calls that have waited too long for a message; return how many."""
+        """End the calls that have waited too long; return how many."""
         now = self._clock()
         ended: list[Any] = []
         with self._lock:
@@ -99,8 +113,8 @@ class StallGuard:
 class BoundedExecutor(futures.ThreadPoolExecutor):
     """Threads that answer one kind of call, and the calls that wait for them.
 
-    At most a quarter of them wait long in ``stall_guard`` for messages of their calls. *clock*
-    returns monotonic seconds.
+    At most a quarter of them wait long in ``stall_guard`` for messages to arrive or to be read.
+    *clock* returns monotonic seconds.
     """
 
     def __init__(
@@ -198,7 +212,7 @@ class LoadShedder(ServerInterceptor):
             pool.shutdown(wait=False)
 
     def tick(self) -> None:
-        """End the calls whose messages do not arrive."""
+        """End the calls whose messages do not arrive, or are not read."""
         for executor in self._executors:
             self._counters.add("stalled_calls", executor.stall_guard.tick())
 
@@ -223,7 +237,7 @@ class LoadShedder(ServerInterceptor):
         executor = self._writes if name in WRITES else self.reads
         if name == "Events":
             executor = self._events
-        answers, guard = self._calls.around(handler, method), executor.stall_guard
+        guard = executor.stall_guard
 
         def receive(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
             left_s = context.time_remaining()
@@ -236,12 +250,12 @@ class LoadShedder(ServerInterceptor):
                 raise InvalidRequestError("message", None, "send one with the call")
             return message
 
-        received = guarded(receive, method)
+        answers = self._calls.around(handler, method, receive)
 
         def answer(requests: Any, context: grpc.ServicerContext) -> Any:
-            found = answers(received(requests, context), context)
+            found = answers(requests, context)
             if handler.response_streaming:
-                return found
+                return guard.taken(found, context)
             (only,) = found
             return only
 
@@ -250,7 +264,7 @@ class LoadShedder(ServerInterceptor):
 
     def _refuse(self, requests: Any, context: grpc.ServicerContext) -> Any:
         self._counters.add("shed_calls")
-        raise QuotaExceededError("waiting calls", 0, "this server; it is overloaded, wait a little")
+        raise QuotaExceededError("waiting calls", 0, "this server; it is overloaded, retry later")
 
 
 def _handler(handler: Handler, behavior: Behavior, pool: futures.ThreadPoolExecutor) -> Handler:

@@ -144,7 +144,7 @@ def read_chain(paths: list[Path]) -> Iterator[tuple[dict[str, object], str]]:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
                 fields, digest = _parsed(line, f"{path}:{number}")
                 if before is not None and fields["before"] != before:
-                    fix = "does not follow the line before it: lines were cut out or put in"
+                    fix = "does not follow the line before it: lines were removed or inserted"
                     raise InvalidRequestError("audit_log", f"{path}:{number}", fix)
                 before = digest
                 yield fields, digest
@@ -156,10 +156,10 @@ def _parsed(line: bytes, where: str) -> tuple[dict[str, object], str]:
         digest = str(fields.pop("hash"))
         expected = chained(str(fields.pop("before")), fields)
         if expected != (line, digest):
-            raise ValueError("its hash is another")
+            raise ValueError("its hash differs")
         fields = json.loads(line)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        fix = f"was changed, or is no line of an audit log ({error})"
+        fix = f"was changed, or is not a line of an audit log ({error})"
         raise InvalidRequestError("audit_log", where, fix) from None
     return fields, digest
 

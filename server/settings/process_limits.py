@@ -75,7 +75,7 @@ def check_memory(config: Settings) -> None:
     limit, machine = cgroup_limit_bytes(), machine_bytes()
     needed = config.cpu_size + PROCESS_BYTES
     if limit is not None and needed > limit:
-        fix = f"its cgroup may take {format_size(limit)}: give --cpu {_most(limit)} at most, "
+        fix = f"its cgroup allows {format_size(limit)}: give --cpu {_most(limit)} at most, "
         fix += "or raise the limit"
         raise InvalidRequestError("cpu_size", format_size(config.cpu_size), fix)
     if needed > machine:
@@ -104,7 +104,7 @@ def check_enough(sessions: int, taken: int) -> None:
     needed = taken + OTHERS + PER_SESSION * sessions
     if limit != resource.RLIM_INFINITY and limit < needed:
         logger.warning(
-            "too few file descriptors for --max-sessions: some clients will find no room",
+            "too few file descriptors for --max-sessions: some clients will be refused",
             limit=limit,
             max_sessions=sessions,
             fix=f"ulimit -n {needed}, LimitNOFILE= of systemd, or fewer --max-sessions",

@@ -203,7 +203,7 @@ def checked_codec(name: object) -> str:
         return name
     plain, colon, terms = name.partition(":")
     if plain in REPLACED_CODECS:
-        raise ValueError(f"{plain} is gone; use {REPLACED_CODECS[plain]}")
+        raise ValueError(f"{plain} was removed; use {REPLACED_CODECS[plain]}")
     if plain not in CODECS:
         raise ValueError(f"unknown codec; use {AUTO} or one of {', '.join(CODECS)}")
     if colon:
@@ -313,7 +313,7 @@ class TenantLimit(Rule):
     @model_validator(mode="after")
     def _check(self) -> TenantLimit:
         if self.tenant == EVERY_OTHER and self.chunks:
-            raise ValueError("chunks are counted for tenants that are named; give *=0:RATE:LEASES")
+            raise ValueError("chunks are only limited for named tenants; give *=0:RATE:LEASES")
         return self
 
 

@@ -100,7 +100,7 @@ class Store:
         InvalidRequestError when no tier of this node survives a restart.
         """
         if (slot := self.durable) is None:
-            fix = "start the server with a disk tier whose codec loses nothing"
+            fix = "start the server with a disk tier whose codec is lossless"
             raise InvalidRequestError("durable", True, fix)
         both = list(zip(keys, results, strict=True))
         done = (PutOutcome.stored, PutOutcome.exists)
@@ -147,7 +147,7 @@ class Store:
 
     def _outcome(self, ticket: Ticket | None, deadline: float) -> str:
         if ticket is None:
-            return "the server shuts down"
+            return "the server is shutting down"
         try:
             return "" if self._work_queue.wait(ticket, deadline) else "evicted before it was copied"
         except KVStoreError as error:
@@ -231,7 +231,7 @@ class Store:
             for ticket in self._work_queue.named(key):  # lest a move makes it visible again
                 self._outcome(ticket, deadline)
             names = [name for name in self.catalog.holders(key) if tier in ("", name)]
-            gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
+            gone = [n for n in names if self.catalog.drop_copy(n, key, even_if_held=False)]
             if gone and not tier:
                 self.catalog.outcomes.note(key, Fate.deleted)
             for slot in self.tiers.slots.values():  # orphans of this delete or an earlier one
@@ -287,7 +287,7 @@ class Store:
     def _drop_expired(self) -> None:
         for key in self.catalog.expired_keys():
             for name in self.catalog.holders(key):
-                if self.catalog.cast_out(name, key, even_if_held=False):
+                if self.catalog.drop_copy(name, key, even_if_held=False):
                     self.counters.add("expired_chunks")
                     self.catalog.outcomes.note(key, Fate.expired, name)
                     with suppress(TierUnavailableError):  # an orphan; it is purged later

@@ -109,7 +109,7 @@ def test_quotas_are_shown_and_changed_by_whoever_may_and_the_audit_log_holds(
     (acme,) = shown["tenants"]
     assert {tier["quota_bytes"] for tier in acme["tiers"]} == {8 << 20}
     change = ("quota", "set", "acme", *where, "--size", "4MiB", "--rate", "100", "--leases", "7")
-    assert "has not the role" in run("--token-file", engine, *change, status=3)
+    assert "lacks the role" in run("--token-file", engine, *change, status=3)
     told = run("--token-file", admin, *change)
     assert "4.0 MiB" in told
     run("--token-file", admin, "quota", "set", "acme", *where, "--size", "lots", status=2)

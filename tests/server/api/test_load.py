@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,9 +15,11 @@ import pytest
 from conftest import ServerMaker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.bare_wire import wire_to
-from helpers.local_server import LocalServer, eventually
-from helpers.prompts import SMALL, frame_of, store
+from helpers.credentials import KeyRing
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from helpers.prompts import LARGE, SMALL, frame_of, store
 
+from kvstore.client import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, QuotaExceededError
 from kvstore.server.api import grpc_server, load_shedding
@@ -242,6 +245,40 @@ def test_a_put_that_stops_half_way_ends_and_leaves_nothing(
         assert call.code() is not grpc.StatusCode.OK
         assert eventually(lambda: server.counter("stalled_calls") == 1)  # counted once it is over
     assert server.settled().open_puts == 0
+
+
+def test_who_is_unknown_is_refused_before_a_message_comes(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    KeyRing(tmp_path / "keys").make("acme")
+    server = make_server("--auth-keys", str(tmp_path / "keys"))
+    with ExitStack() as stack:
+        for method in ("Lookup", "Put"):
+            call = _begun(stack, server, method, [])
+            assert call.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert server.counter("stalled_calls") == 0
+
+
+def test_a_get_whose_reader_takes_nothing_ends(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.server.api.load_shedding.STALL_S", 0.3)
+    server = make_server("--workers", "2", "--cpu", "64MiB")
+    options = ClientOptions("grpc", chunk_tokens=128, deadline_ms=DEADLINE_MS)
+    client = server.connect(representation=LARGE, options=options)
+    keys = store(client, 1, 16)
+    terms = open_session(server.dial(), LARGE)
+    request = pb.GetRequest(
+        session_id=terms.session_id, digests=b"".join(key[16:] for key in keys), deadline_ms=600_000
+    )
+    with grpc.insecure_channel(server.address) as channel:
+        unread = channel.unary_stream(SERVICE + "Get", pb.GetRequest.SerializeToString, bytes)
+        get = unread(request, timeout=600)
+        assert eventually(lambda: server.counter("stalled_calls") == 1)
+        with pytest.raises(grpc.RpcError):
+            list(get)
+        assert get.code() is grpc.StatusCode.CANCELLED
+    assert client.get_chunks(keys[:1])
 
 
 def test_nobody_holds_threads_by_watching_health_or_by_a_call_without_a_message(

@@ -56,8 +56,8 @@ def begin(core: Core, version: Version) -> PutTicket:
 def finish(core: Core, ticket: PutTicket, frame: Bytes) -> PutOutcome:
     writes = core.store.writes
     claimed = writes.claim(ticket.session, ticket.ticket_id)
-    assert claimed.room is not None
-    claimed.room[:] = frame
+    assert claimed.buffer is not None
+    claimed.buffer[:] = frame
     return writes.commit(claimed).outcome
 
 
