@@ -92,7 +92,8 @@ class AuditLog:
                 logger.error("audit log cannot be written", reason=str(error), lost=1)
                 with self._lock:
                     self._lost += lost + 1
-        self._file.close()
+        with suppress(OSError):  # logged when the lines could not be flushed
+            self._file.close()
 
     def _write(self, at_s: float, event: Event, lost: int) -> None:
         if self._file.tell() >= self._file_bytes:
@@ -106,13 +107,15 @@ class AuditLog:
             self._file.flush()
 
     def _turn_over(self) -> None:
-        self._file.close()
-        for number in range(KEPT_FILES - 1, 1, -1):
-            older = _aside(self._path, number - 1)
-            if older.exists():
-                older.replace(_aside(self._path, number))
-        self._path.replace(_aside(self._path, 1))
-        self._file = _open(self._path)
+        self._file.flush()  # a close that fails would drop the lines
+        if self._path.exists():  # otherwise the new file could not be opened the last time
+            for number in range(KEPT_FILES - 1, 1, -1):
+                older = _aside(self._path, number - 1)
+                if older.exists():
+                    older.replace(_aside(self._path, number))
+            self._path.replace(_aside(self._path, 1))
+        before, self._file = self._file, _open(self._path)
+        before.close()
 
 
 def chained(before: str, fields: dict[str, object]) -> tuple[bytes, str]:

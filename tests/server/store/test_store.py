@@ -307,7 +307,7 @@ def test_a_chunk_that_ends_while_a_drain_copies_it_is_not_one_that_it_could_not_
         draining = threading.Thread(target=lambda: answer.append(core.store.drain(core.later())))
         draining.start()
         assert eventually(lambda: core.work_queue.depth()["store-disk"] > 0)
-        assert core.catalog.cast_out("cpu", gone.info.key)
+        assert core.catalog.drop_copy("cpu", gone.info.key)
         core.moves.eviction.delete_from(core.slot("cpu"), gone.info.key)
         gated.gate.set()
         draining.join(PATIENCE_S)
