@@ -66,11 +66,12 @@ class CallWrapper:
     tracing: Tracing | None = None
 
     def around(
-        self, handler: Handler, method: str, receive: Behavior
+        self, handler: Handler, method: str, receive: Behavior, taken: Behavior
     ) -> Callable[..., Iterator[Any]]:
         """Return a generator function for the answers of *method*: one, unless it streams.
 
-        *receive* waits for the message, or returns what does: never for unknown callers.
+        *receive* waits for the message, or returns what does: never for unknown callers. *taken*
+        waits for the reader of streamed answers.
         """
         one: Behavior | None = handler.unary_unary or handler.unary_stream
         many: Any = handler.stream_unary or handler.stream_stream
@@ -91,7 +92,7 @@ class CallWrapper:
                         else _caller(authorizer.authenticator, context)
                     )
                     call.principal = who
-                    call.request = request = receive(requests, context)
+                    call.request = request = receive(requests, call)
                     if authorizer is not None:
                         started = authorizer.clock()
                         if handler.request_streaming:
@@ -101,7 +102,7 @@ class CallWrapper:
                         else:
                             call.session = authorizer.admit(who, method, request)
                     if handler.response_streaming:
-                        yield from behavior(request, call)
+                        yield from taken(behavior(request, call), call)
                     else:
                         yield behavior(request, call)
                     outcome = "OK"

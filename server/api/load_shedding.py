@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
 from contextlib import contextmanager
@@ -23,7 +23,14 @@ import grpc
 from typing_extensions import override
 
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, QuotaExceededError
-from kvstore.server.api.interceptors import Behavior, CallWrapper, guarded
+from kvstore.server.api.interceptors import (
+    AuthenticatedContext,
+    Behavior,
+    CallWrapper,
+    guarded,
+    principal_of,
+)
+from kvstore.server.security.sessions import ANYBODY
 from kvstore.server.telemetry.events import EVENT_READERS
 from kvstore.server.telemetry.metrics import Counters
 
@@ -48,6 +55,9 @@ STALL_S = 15.0
 """Longest wait for any message to arrive, or to be read."""
 GRACE_S = 3.0
 """A call that has waited less is never ended: its message may be on the way."""
+SLOW_S = 1.0
+SLOW_FOR_S = 60.0
+"""A tenant counts as slow for so long after a quarter of the threads waited for it for SLOW_S."""
 LATE_S = 0.2
 """If calls wait longer to begin, an executor accepts only one more per thread."""
 
@@ -58,17 +68,21 @@ class StallGuard:
     """Waits for messages in the thread of their call, and for readers of its answer; at most *most*
     wait beyond ``GRACE_S``.
 
+    Who ends or begins its calls anew holds threads all the same. So a tenant with more than *most*
+    waits beyond ``SLOW_S`` gets no more of them for ``SLOW_FOR_S``, while three times *most* wait.
     ``tick`` is called a few times a second. Thread-safe; *clock* returns monotonic seconds.
     """
 
     def __init__(self, most: int, clock: Callable[[], float]) -> None:
         self._most = most
         self._clock = clock
-        self._waiting: dict[grpc.ServicerContext, float] = {}
+        self._waiting: dict[AuthenticatedContext, float] = {}
         """Start of each wait, the earliest first."""
-        self._lock = threading.Lock()  # guards _waiting
+        self._slow: dict[str, float] = {}
+        """End of the time for which a tenant counts as slow."""
+        self._lock = threading.Lock()  # guards the two above
 
-    def each(self, messages: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
+    def each(self, messages: Iterator[T], context: AuthenticatedContext) -> Iterator[T]:
         """Yield the messages of a call."""
         while True:
             with self._wait(context):
@@ -77,15 +91,16 @@ class StallGuard:
                 return
             yield message
 
-    def taken(self, answers: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
+    def taken(self, answers: Iterator[T], context: AuthenticatedContext) -> Iterator[T]:
         """Yield the answers of a call; each must be read before the next is made."""
         for answer in answers:
             with self._wait(context):
                 yield answer
 
     @contextmanager
-    def _wait(self, context: grpc.ServicerContext) -> Iterator[None]:
+    def _wait(self, context: AuthenticatedContext) -> Iterator[None]:
         with self._lock:
+            self._check_share(principal_of(context).tenant)
             self._waiting[context] = self._clock()
         try:
             yield
@@ -93,11 +108,25 @@ class StallGuard:
             with self._lock:
                 self._waiting.pop(context, None)
 
+    def _check_share(self, tenant: str) -> None:
+        if tenant not in self._slow or len(self._waiting) < 3 * self._most:
+            return
+        if sum(principal_of(one).tenant == tenant for one in self._waiting) >= self._most:
+            fix = f"tenant {tenant!r}; its calls wait too long for messages"
+            raise QuotaExceededError("waiting calls", self._most, fix)
+
+    def _note_slow(self, now: float) -> None:
+        callers = (principal_of(one) for one, at in self._waiting.items() if now - at >= SLOW_S)
+        slow = Counter(caller.tenant for caller in callers if caller is not ANYBODY)
+        self._slow = {tenant: until for tenant, until in self._slow.items() if now < until}
+        self._slow |= {one: now + SLOW_FOR_S for one, count in slow.items() if count > self._most}
+
     def tick(self) -> int:
         """End the calls that have waited too long; return how many."""
         now = self._clock()
         ended: list[Any] = []
         with self._lock:
+            self._note_slow(now)
             for context, since in self._waiting.items():
                 are_many = len(self._waiting) - len(ended) > self._most
                 if now - since < (GRACE_S if are_many else STALL_S):
@@ -239,7 +268,7 @@ class LoadShedder(ServerInterceptor):
             executor = self._events
         guard = executor.stall_guard
 
-        def receive(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+        def receive(requests: Iterator[Any], context: Any) -> Any:
             left_s = context.time_remaining()
             if left_s is not None and left_s < LEAST_LEFT_S:
                 self._counters.add("expired_calls")
@@ -250,12 +279,12 @@ class LoadShedder(ServerInterceptor):
                 raise InvalidRequestError("message", None, "send one with the call")
             return message
 
-        answers = self._calls.around(handler, method, receive)
+        answers = self._calls.around(handler, method, receive, guard.taken)
 
         def answer(requests: Any, context: grpc.ServicerContext) -> Any:
             found = answers(requests, context)
             if handler.response_streaming:
-                return guard.taken(found, context)
+                return found
             (only,) = found
             return only
 

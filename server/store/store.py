@@ -172,7 +172,7 @@ class Store:
         if ttl_ms > MAX_HANDOVER_MS:
             raise InvalidRequestError("ttl_ms", ttl_ms, f"use 0 to {MAX_HANDOVER_MS}")
         announce = self.catalog.in_flight.announce
-        count = announce(session.session_id, keys, ttl_ms / 1000)
+        count = announce(session.session_id, keys, ttl_ms / 1000, session.owner.tenant)
         if session.is_closed:  # the end of the session missed these announcements
             announce(session.session_id, keys, 0.0)
         if not ttl_ms:

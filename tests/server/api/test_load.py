@@ -24,13 +24,17 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, QuotaExceededError
 from kvstore.server.api import grpc_server, load_shedding
 from kvstore.server.api.grpc_server import most_connections
+from kvstore.server.api.interceptors import AuthenticatedContext
 from kvstore.server.api.load_shedding import (
     CALLS_PER_WORKER,
     GRACE_S,
+    SLOW_FOR_S,
+    SLOW_S,
     STALL_S,
     WRITES_PER_WORKER,
     StallGuard,
 )
+from kvstore.server.security.sessions import ROLES, Principal
 from kvstore.server.settings.process_limits import LEAST
 
 
@@ -191,6 +195,72 @@ def test_who_says_nothing_is_ended_the_longest_silent_first() -> None:
         now[0] = STALL_S
         assert guard.tick() == 2
     assert len(guard._waiting) == 0
+
+
+def test_a_slow_tenant_gets_the_last_quarter_of_threads_again_when_its_time_is_over() -> None:
+    now, both = [0.0], [Principal("key:1", name, ROLES) for name in ("slow", "other")]
+    guard = StallGuard(1, lambda: now[0])
+    calls: list[Any] = [Silent() for _ in range(3)]
+    silent = [AuthenticatedContext(one, both[0]) for one in calls]
+    with ThreadPoolExecutor(3) as threads:
+        for count, one in enumerate(silent, 1):
+            threads.submit(list, guard.each(calls[count - 1], one))
+            assert eventually(lambda count=count: len(guard._waiting) == count)  # type: ignore[misc]
+        slow, other = (AuthenticatedContext(Silent(), who) for who in both)  # type: ignore[arg-type]
+        assert list(guard.each(iter([1]), slow)) == [1], "nobody is slow yet"
+        now[0] = SLOW_S
+        assert guard.tick() == 0
+        with pytest.raises(QuotaExceededError, match="slow"):
+            list(guard.each(iter([1]), slow))
+        with pytest.raises(QuotaExceededError, match="slow"):
+            list(guard.taken(iter([1]), slow))
+        assert list(guard.each(iter([1]), other)) == [1]
+        now[0] = STALL_S
+        assert guard.tick() == 3
+        assert eventually(lambda: not guard._waiting)
+        assert list(guard.each(iter([1]), slow)) == [1]
+        now[0] = STALL_S + SLOW_FOR_S
+        assert guard.tick() == 0
+    assert not guard._slow
+
+
+def test_a_tenant_that_renews_its_silent_calls_leaves_threads_for_another(
+    make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_shedding, "SLOW_S", 0.1)
+    ring = KeyRing(tmp_path / "keys")
+    hostile, honest = ring.make("hostile"), ring.make("honest")
+    server = make_server("--workers", "16", "--cpu", "16MiB", "--auth-keys", str(ring.path))
+    over = threading.Event()
+
+    def silent() -> Iterator[bytes]:
+        over.wait(60)
+        yield from ()
+
+    def answered(key: str, messages: Iterator[bytes]) -> bool:
+        """Whether a call on a connection of its own has an answer."""
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(server.address, options) as channel:
+            call = channel.stream_unary(SERVICE + "Quota", None, None)
+            try:
+                call(messages, timeout=2, metadata=(("authorization", f"Bearer {key}"),))
+            except grpc.RpcError:
+                return False
+            return True
+
+    def renew() -> None:
+        while not over.is_set():
+            assert not answered(hostile, silent())
+
+    with ThreadPoolExecutor(24) as threads:
+        renewed = [threads.submit(renew) for _ in range(24)]
+        guard = server.node._shedder.reads.stall_guard
+        found = eventually(lambda: "hostile" in guard._slow and answered(honest, iter([b""])))
+        answers = [answered(honest, iter([b""])) for _ in range(20)]
+        over.set()
+    assert found
+    assert [one.result() for one in renewed] == [None] * 24
+    assert answers == [True] * 20
 
 
 def _begun(stack: ExitStack, server: LocalServer, method: str, first: list[bytes]) -> Any:
