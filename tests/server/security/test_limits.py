@@ -8,6 +8,7 @@ import os
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import closing, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -332,6 +333,10 @@ def test_a_slow_disk_holds_nobody_up_and_what_is_dropped_is_counted(
     assert len(chain(path)) == audit_log.QUEUE_EVENTS + 1
 
 
+def is_lost(log: AuditLog, count: int) -> bool:
+    return log._lost == count
+
+
 def test_a_log_whose_turn_of_files_finds_the_disk_full_goes_on_once_there_is_room(
     path: Path,
 ) -> None:
@@ -342,7 +347,7 @@ def test_a_log_whose_turn_of_files_finds_the_disk_full_goes_on_once_there_is_roo
     log._file = full
     for lost in (1, 2):
         log.note(EVENT)
-        assert eventually(lambda lost=lost: log._lost == lost)
+        assert eventually(partial(is_lost, log, lost))
     with suppress(OSError):
         full.close()
     log._file = kept
