@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench.codecs import __main__ as codecs
-from bench.codecs.__main__ import AGAINST, Rates, report_bars, report_importance, report_real
+from bench.codecs.__main__ import (
+    AGAINST,
+    Rates,
+    in_rounds,
+    report_bars,
+    report_importance,
+    report_real,
+)
 from bench.codecs.baselines import Baselines, LMCacheCodecs, Speed, TensorFile, kivi
 from bench.codecs.kv import (
     ROPE,
@@ -23,7 +30,6 @@ from bench.codecs.kv import (
 )
 from bench.codecs.model import PrefixModel
 from bench.codecs.ours import Chunks, Coder
-from bench.codecs.speeds import in_rounds
 from bench.lib.processes import line_process
 from bench.lib.report import Report
 from bench.lib.traces import held_out
