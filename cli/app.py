@@ -56,7 +56,7 @@ CODES = {
 DEFAULT_PORT = 7420
 DEFAULT_ADDRESS = f"127.0.0.1:{DEFAULT_PORT}"
 DEADLINE_MS = 2000
-ANSWER_S = 0.5
+PROBE_S = 0.5
 """How long a late server has to respond to a probe."""
 T = TypeVar("T")
 Command = TypeVar("Command", bound=Callable[..., None])
@@ -149,7 +149,7 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
     try:
         yield connection
     except (TierUnavailableError, DeadlineError) as error:
-        if isinstance(error, DeadlineError) and connection.answers(ANSWER_S):
+        if isinstance(error, DeadlineError) and connection.answers(PROBE_S):
             raise  # only this call was too slow
         if isinstance(error, TierUnavailableError) and not is_gone(error):
             raise  # the server responds, one of its tiers does not
@@ -174,7 +174,7 @@ def client_of(address: str, model: Model, deadline_ms: int, **options: Any) -> C
     return Client(address, model, ClientOptions(deadline_ms=deadline_ms, access=access, **options))
 
 
-def ask(
+def rpc(
     connection: Connection, method: str, deadline_ms: int = DEADLINE_MS, /, **fields: Any
 ) -> Any:
     """Return the reply to *method* with a request of *fields*. Raises KVStoreErrors."""
@@ -186,9 +186,9 @@ def ask(
 
 
 def call(address: str, method: str, deadline_ms: int = DEADLINE_MS, /, **fields: Any) -> Any:
-    """Like ``ask``, over a new connection to *address*."""
+    """Like ``rpc``, over a new connection to *address*."""
     with connected(address, deadline_ms) as connection:
-        return ask(connection, method, deadline_ms, **fields)
+        return rpc(connection, method, deadline_ms, **fields)
 
 
 # --- values of options

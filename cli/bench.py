@@ -38,13 +38,8 @@ _RATES = (
 # --- synthetic chunks of a fictitious model
 
 
-def synthetic_client(
-    address: str, chunk_bytes: int, name: str, deadline_ms: int, transport: TransportName = "auto"
-) -> Client:
-    """Return a client of a model whose 16-token chunks have about *chunk_bytes*.
-
-    Raises InvalidRequestError.
-    """
+def synthetic_model(chunk_bytes: int, name: str) -> Model:
+    """Return a model whose 16-token chunks have about *chunk_bytes*. Raises InvalidRequestError."""
     from kvstore.proto import types
 
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
@@ -54,9 +49,18 @@ def synthetic_client(
     kind, dtype = types.LayerKind.attention, types.DType.bfloat16
     layers = (types.LayerGroup(kind, dtype, (0,), heads, _HEAD_DIM),)
     rope = types.RopeParameters(10_000.0, _HEAD_DIM)
-    model = types.Model(f"kvstore/{name}", "1", "none", "none", layers, rope, "none")
-    terms = {"transport": transport, "chunk_tokens": types.MIN_CHUNK_TOKENS, "name": name}
-    return app.client_of(address, model, deadline_ms, **terms)
+    return types.Model(f"kvstore/{name}", "1", "none", "none", layers, rope, "none")
+
+
+def synthetic_client(
+    address: str, model: Model, deadline_ms: int, transport: TransportName = "auto"
+) -> Client:
+    """Return a client of a ``synthetic_model``. Raises KVStoreErrors."""
+    from kvstore.proto.types import MIN_CHUNK_TOKENS
+
+    name = model.model_id.partition("/")[2]
+    options = {"transport": transport, "chunk_tokens": MIN_CHUNK_TOKENS, "name": name}
+    return app.client_of(address, model, deadline_ms, **options)
 
 
 def noise(model: Model, seed: int = 0) -> ChunkTensors:
@@ -132,7 +136,8 @@ def run_bench(
     from kvstore.proto.types import MIN_CHUNK_TOKENS, KVLayout, PutOutcome
 
     clock = time.perf_counter
-    with synthetic_client(address, chunk_bytes, "bench", DEADLINE_MS, transport) as client:
+    model = synthetic_model(chunk_bytes, "bench")
+    with synthetic_client(address, model, DEADLINE_MS, transport) as client:
         layout = KVLayout.of(client.model, MIN_CHUNK_TOKENS)
         made = [noise(client.model, seed) for seed in range(min(_PATTERNS, count))]
         tokens = np.random.default_rng().integers(0, 1 << 31, count * MIN_CHUNK_TOKENS)

@@ -113,12 +113,12 @@ def gate_as_dict(gate: Any) -> dict[str, Any]:
 def gate_line(gate: dict[str, Any]) -> str:
     """Return a line on one gate: its state, why, and its counts."""
     name = f"{gate['model'] or 'a model'}, tag {gate['tag'] or '-'}"
-    asked = f"{gate['let_through']} prompts let through, {gate['kept_out']} not"
+    requests = f"{gate['let_through']} prompts let through, {gate['kept_out']} not"
     compared = f"{gate['shadows']} compared since it changed"
     if gate["shadows"]:
         compared = f"{compared}: {_found(gate)}"
     state = f"{_state(gate)} at ratio {gate['ratio']:.3g}, {gate['why']}"
-    return f"{name}: {state}; {asked}; {compared}"
+    return f"{name}: {state}; {requests}; {compared}"
 
 
 def _finish(view: GateView) -> None:

@@ -143,7 +143,7 @@ def fetch_namespaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
     skip = 0
     with app.connected(address, DEADLINE_MS) as connection:
         while True:
-            reply = app.ask(connection, "Spaces", DEADLINE_MS, tenant=tenant, skip=skip)
+            reply = app.rpc(connection, "Spaces", DEADLINE_MS, tenant=tenant, skip=skip)
             for one in reply.spaces:
                 found.setdefault(one.key_namespace, one)  # a new session shifts the pages
             skip += len(reply.spaces)
@@ -176,11 +176,11 @@ def _model_as_dict(model: pb.Representation) -> dict[str, Any]:
 def open_session(connection: Connection, model: pb.Representation) -> Iterator[int]:
     """Open a session of *model*'s namespace; yield its id."""
     fields: dict[str, Any] = {"representation": model, "client": "kvstore"}
-    session_id = app.ask(connection, "OpenSession", DEADLINE_MS, **fields).session_id
+    session_id = app.rpc(connection, "OpenSession", DEADLINE_MS, **fields).session_id
     try:
         yield session_id
     finally:
-        app.ask(connection, "CloseSession", DEADLINE_MS, session_id=session_id)
+        app.rpc(connection, "CloseSession", DEADLINE_MS, session_id=session_id)
 
 
 def find(clients: Sequence[Client], digits: str) -> tuple[Client, ChunkKey] | None:
@@ -540,7 +540,7 @@ def _run_clear(selection: Selection, scope: dict[str, str], *, dry_run: bool) ->
             fields["session_id"] = stack.enter_context(open_session(connection, model))
         report = stack.enter_context(app.progress("clearing"))
         while True:
-            reply = app.ask(connection, "Clear", 2 * DEADLINE_MS, **fields)
+            reply = app.rpc(connection, "Clear", 2 * DEADLINE_MS, **fields)
             deleted += reply.deleted
             deleted_bytes += reply.deleted_bytes
             report(deleted, deleted + reply.left)

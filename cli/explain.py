@@ -130,12 +130,12 @@ def _explained(
             terms = {"session_id": stack.enter_context(chunks.open_session(connection, model))}
         for first in range(0, len(digests), MAX_EXPLAINED):
             some = b"".join(digests[first : first + MAX_EXPLAINED])
-            reply = app.ask(connection, "Explain", chunks.DEADLINE_MS, digests=some, **terms)
+            reply = app.rpc(connection, "Explain", chunks.DEADLINE_MS, digests=some, **terms)
             for at, one in enumerate(reply.chunks, first):
                 if one.state not in ("ready", "no_end", "behind"):
                     gap = at if gap is None else gap
                 elif gap is not None and one.state != "no_end":
-                    one.state, one.reason = "behind", f"here, but chunk {gap} before it is not"
+                    one.state, one.reason = "behind", f"cached, but the earlier chunk {gap} is not"
             if whole.near:
                 del reply.near[:]
             hits = reply.hit_chunks if whole.hit_chunks == first else 0
@@ -231,5 +231,5 @@ def _chunks_text(found: dict[str, Any]) -> Iterator[str | app.Grid]:
             f" ({near['client'] or 'no name'}, {near['namespace']}):"
         )
         for other in near["differences"]:
-            stored, asked = other["stored"], other["asked"]
-            yield f"  {other['field']} differs: stored {stored}, requested {asked}"
+            stored, requested = other["stored"], other["asked"]
+            yield f"  {other['field']} differs: stored {stored}, requested {requested}"

@@ -199,9 +199,9 @@ def watch_status(
 def ping(address: str, as_json: app.AsJson = False) -> None:
     """Check that a server is serving; exits with 1 if it drains or a tier is degraded."""
     with app.connected(address) as connection:
-        app.ask(connection, "Status")  # connects
+        app.rpc(connection, "Status")  # connects
         began = time.perf_counter()
-        reply = app.ask(connection, "Status")
+        reply = app.rpc(connection, "Status")
         took_ms = 1e3 * (time.perf_counter() - began)
     degraded = [tier.name for tier in reply.tiers if tier.state != "serving"]
     data = {"address": address, "state": reply.state, "degraded": degraded, "ms": took_ms}
@@ -300,11 +300,11 @@ def scrub(
     """Verify all copies on a server's tiers once; exits with 1 if any is damaged."""
     names = [name.strip() for name in tiers.split(",") if name.strip()]
     with app.connected(address) as connection, app.progress("scrubbing") as report:
-        reply = app.ask(connection, "Scrub", begin=True, tiers=names, bytes_per_s=rate)
+        reply = app.rpc(connection, "Scrub", begin=True, tiers=names, bytes_per_s=rate)
         while reply.running:
             report(reply.checked_chunks, reply.total_chunks)
             time.sleep(SCRUB_POLL_S)
-            reply = app.ask(connection, "Scrub")
+            reply = app.rpc(connection, "Scrub")
     text = (
         f"{reply.checked_chunks} of {reply.total_chunks} chunks, "
         f"{reply.checked_bytes / 2**20:.1f} MiB: {reply.damaged_chunks} damaged, "
@@ -324,9 +324,9 @@ def drain(
     """Stop accepting new work and flush memory-only chunks; exits with 1 if not all were saved."""
     deadline_ms = max(1, round(deadline_s * 1000))
     if not app.call(address, "Drain", deadline_ms, deadline_ms=deadline_ms).clean:
-        print("drained, but not all chunks were saved: see kvstore status")
+        print("drained, but not all chunks were saved: the server's log says why")
         raise typer.Exit(app.EXIT_NOT_HELD)
-    print("drained: everything that was in memory is on disk")
+    print("drained: everything that was in memory is on disk or in Redis")
 
 
 # --- config

@@ -65,7 +65,7 @@ def record(
     if out.exists():
         raise FileExistsError(EEXIST, "the file exists: give another name", str(out))
     with app.connected(address) as connection:
-        page = app.ask(connection, "Trace")
+        page = app.rpc(connection, "Trace")
         with out.open("xb") as file:
             writer = TraceWriter(file, block_tokens)
             left_s, until = duration_s, clock() + duration_s
@@ -73,7 +73,7 @@ def record(
                 sleep(min(POLL_S, left_s))
                 left_s = until - clock()
                 while True:
-                    page = app.ask(connection, "Trace", recording=page.recording, after=page.last)
+                    page = app.rpc(connection, "Trace", recording=page.recording, after=page.last)
                     writer.lost += page.lost
                     if not page.records:
                         break
@@ -119,12 +119,13 @@ def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
 
     Raises InvalidRequestError, KVStoreErrors of the server, OSError.
     """
-    from kvstore.cli.bench import chunks_of, noise, synthetic_client
+    from kvstore.cli.bench import chunks_of, noise, synthetic_client, synthetic_model
     from kvstore.cli.simulate import make_blocks, read_trace
     from kvstore.proto.types import PutOutcome
 
-    with synthetic_client(address, chunk_bytes, "trace-replay", DEADLINE_MS) as client:
-        trace = make_blocks(read_trace(path))
+    model = synthetic_model(chunk_bytes, "trace-replay")
+    trace = make_blocks(read_trace(path))
+    with synthetic_client(address, model, DEADLINE_MS) as client:
         done = Replayed(len(trace.requests))
         tensors = noise(client.model)
         started = time.monotonic()

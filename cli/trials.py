@@ -349,7 +349,7 @@ class BlendTrials:
                 raise InvalidRequestError(
                     "questions", str(self.questions), "give at least one line"
                 )
-            longest = max(sum(map(len, documents)) + len(asked) for documents, asked in given)
+            longest = max(sum(map(len, documents)) + len(question) for documents, question in given)
             rounds: Iterator[_Question] = itertools.cycle(given)
         elif self.text is not None:
             size = self.document_tokens

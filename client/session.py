@@ -106,7 +106,7 @@ class Session:
         """Other servers that this one would grant access to, as last known."""
         space, boot_id = Namespace(reply.key_namespace), reply.server.boot_id
         self.terms = as_value(SessionTerms, reply, namespace=space, boot_id=boot_id)
-        if reply.max_message_bytes <= 0 or not reply.heartbeat_ms:
+        if not (reply.max_message_bytes and reply.heartbeat_ms and reply.max_batch_chunks):
             raise InvalidRequestError("server", connection.address, "it sent invalid session terms")
         self.pace_s = FIRST_PACE_S
         """The time of the slowest recent answer, decaying."""

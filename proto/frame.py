@@ -360,9 +360,10 @@ def parse_header(
     ``len(frame)`` before reading segments, as ``check_frame`` does. Raises InvalidFrameError, also
     for a shard of a chunk, unless the caller *takes_shards*.
     """
-    if len(frame) < FIXED_BYTES:
-        raise InvalidFrameError("frame", len(frame), f"a frame has at least {FIXED_BYTES} bytes")
-    fixed = _FIXED.unpack(frame[:FIXED_BYTES].tobytes())
+    start = frame[:FIXED_BYTES].tobytes()
+    if len(start) < FIXED_BYTES:
+        raise InvalidFrameError("frame", len(start), f"a frame has at least {FIXED_BYTES} bytes")
+    fixed = _FIXED.unpack(start)
     magic, version, flags, size, component_count, codec_id, revision, accuracy, levels = fixed[:9]
     segment_count, frame_bytes, raw_bytes, tokens, position = fixed[9:14]
     if magic != MAGIC:

@@ -20,7 +20,7 @@ from kvstore.proto.errors import (
     KVStoreError,
     ModelError,
 )
-from kvstore.proto.frame import pack_components, unpack_table
+from kvstore.proto.frame import MAX_COMPONENTS, pack_components, unpack_table
 from kvstore.proto.plans import (
     NO_HINTS,
     EngineTerms,
@@ -243,6 +243,9 @@ def layout_from_message(message: pb.Layout) -> tuple[KVLayout, ChunkShard | None
 
     Raises InvalidRequestError or LayoutMismatchError.
     """
+    count = max(len(message.components), len(message.extents))
+    if count > MAX_COMPONENTS:  # sizes of layouts are remembered
+        raise InvalidRequestError("layout", count, f"at most {MAX_COMPONENTS} components")
     with _known(InvalidRequestError, "layout"):
         whole = as_value(KVLayout, message)
     if not message.extents:

@@ -50,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KVStoreError as error:
         print(f"kvstore-server: {error}", file=sys.stderr)
         return EXIT_CANNOT_START
-    if node.trust.authenticator.is_open and not config.insecure:
+    if node.authorizer.authenticator.is_open and not config.insecure:
         logger.warning(
             "every user of this host can read and write all chunks",
-            fix="give --auth-keys, or --insecure where that is meant",
+            fix="give --auth-keys, or --insecure if that is intended",
         )
     for name, tier in config.unused:
         fix = f"add {tier} to --tiers, or leave {flag_of(name)} out"
@@ -66,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     recovered = f"recovered_chunks={node.recovered_chunks}"
     out.write(f"kvstore-server listening on {where} tiers={tiers} {recovered}\n")
     while os.read(signals, 1)[0] == signal.SIGHUP:
-        logger.info("SIGHUP", does="keys and certificates are read again once they are replaced")
+        logger.info("SIGHUP", does="nothing; keys and certificates are reloaded on change")
     clean = node.stop(GRACE_S)
     out.write(f"kvstore-server stopped clean={str(clean).lower()}\n")
     return 0

@@ -92,7 +92,7 @@ class Node:
         self._maintenance = threading.Thread(target=self._maintain, name="maintenance", daemon=True)
         with ExitStack() as self._opened:
             self._open_store()
-            calls = CallWrapper(self.trust, self._tracing)
+            calls = CallWrapper(self.authorizer, self._tracing)
             self._shedder = self._open(LoadShedder(config.workers, self.counters, calls, clock))
             self._taken = taken(config)
             check_enough(config.max_sessions, self._taken)
@@ -126,9 +126,9 @@ class Node:
         self.sessions = SessionTable(config.max_sessions, ttl_ms, salts, clock, os.urandom)
         self.sessions.on_open.append(store.begin_session)
         self.sessions.on_close.append(store.end_session)
-        self.trust = self._open(Authorizer(config, self.sessions, clock))
-        self.trust.counters = self.counters
-        store.catalog.leases.tenant_of = self.trust.lease_terms
+        self.authorizer = self._open(Authorizer(config, self.sessions, clock))
+        self.authorizer.counters = self.counters
+        store.catalog.leases.tenant_of = self.authorizer.lease_terms
         self._tracing = open_tracing(config.tracing_endpoint, config.tracing_share)
         if self._tracing is not None:
             self._open(self._tracing)
@@ -137,7 +137,7 @@ class Node:
 
     def _open_calls(self) -> None:
         """Open all transports and the parts behind them; ``start`` starts them."""
-        config, clock, store, trust = self._config, self._clock, self.store, self.trust
+        config, clock, store, authorizer = self._config, self._clock, self.store, self.authorizer
         self.unix_server = self._open_unix_server()
         most_chunks, most_bytes = config.limits.max_batch_chunks, config.max_frame_bytes
         checks = Checks(most_chunks, most_bytes, config.default_deadline_ms, clock)
@@ -156,14 +156,14 @@ class Node:
         self._scrub = self._open(Scrub(store.moves, config.scrub_tiers, config.scrub_bytes_per_s))
         self.events, self.publisher = self._open_events(boot_id)
         backend = Backend(
-            store, self.sessions, checks, identity, trust, self.unix_server,
+            store, self.sessions, checks, identity, authorizer, self.unix_server,
             self.device_puts, self._scrub, self.events, self.directory,
         )  # fmt: skip
         service = servicer_of(backend)
         kvstore_pb2_grpc.add_KVStoreServicer_to_server(service, self._grpc)
         if self.unix_server is not None:
             learn = store.catalog.drain_some
-            calls = UnixCalls(service, trust, learn, self._tracing)
+            calls = UnixCalls(service, authorizer, learn, self._tracing)
             self.unix_server.answer = calls.answer
         self._health = Health()
         health_pb2_grpc.add_HealthServicer_to_server(self._health, self._grpc)
@@ -179,7 +179,7 @@ class Node:
         if config.http != "off":
             from kvstore.server.web.http_pages import open_http
 
-            http = self._open(open_http(config, backend, trust))
+            http = self._open(open_http(config, backend, authorizer))
             self.http_port = http.port
             self._jobs.append(http.tick)
 
@@ -205,7 +205,7 @@ class Node:
             return None
         most = share_of(SOCKET_SHARE, self._taken, (CONNECTIONS_PER_SESSION + 2) * max_sessions)
         files = {Op.slab: self._slab_file, Op.extent: self._extent_file}
-        sessions, authorizer = self.sessions, self.trust
+        sessions, authorizer = self.sessions, self.authorizer
         try:
             return self._open(UnixServer(path, sessions, files, authorizer, config.workers, most))
         except InvalidRequestError as error:
@@ -243,7 +243,7 @@ class Node:
         from kvstore.server.bulk.service import BulkService
         from kvstore.server.bulk.tcp_server import MAX_STREAMS, BulkServer
 
-        authorizer = self.trust
+        authorizer = self.authorizer
         service = BulkService(self.store, self.sessions, checks, authorizer, config.limits)
         service.tracing = self._tracing
         most = share_of(BULK_SHARE, self._taken, MAX_STREAMS)
@@ -290,7 +290,7 @@ class Node:
 
     def _end_sessions(self) -> None:
         self.counters.add("expired_sessions", self.sessions.expire())
-        self.counters.add("revoked_sessions", self.trust.tick())
+        self.counters.add("revoked_sessions", self.authorizer.tick())
 
     def _check_health(self) -> None:
         if not (alive := self.is_alive()):

@@ -271,7 +271,7 @@ class DataFiles:
         self.directories: list[DiskDirectory] = []
         self._next_number = 0
         self.removed = ""
-        """Why nothing is put until the restart: somebody removed a file."""
+        """Why puts are refused until restart: a file was removed."""
         self._missing: list[tuple[DiskDirectory, int]] = []
         """Deleted files that could not be recreated yet."""
         self.io = io
@@ -451,7 +451,7 @@ class DataFiles:
             # By its name, which is never reused: a duplicate of our descriptor would be writable.
             return os.open(file.path, os.O_RDONLY | os.O_CLOEXEC)
         except FileNotFoundError:
-            file.is_known = False  # from now on it is read through our own descriptor alone
+            file.is_known = False  # from now on only our descriptor reads it
             raise InvalidRequestError("extent", number, _GONE) from None
         except OSError as error:
             raise self._failed(file, "open", error) from error
@@ -486,7 +486,7 @@ class DataFiles:
             raise self._failed(file, "sync", error) from error
 
     def check_linked(self) -> None:
-        """Raise TierUnavailableError if a data file was removed: it will end with this process."""
+        """Raise TierUnavailableError if a data file was removed: its bytes end with the process."""
         with self.lock:
             files = list(self.by_number.values())
         for file in files:
@@ -499,7 +499,7 @@ class DataFiles:
         if os.fstat(file.fd).st_nlink == 0:
             with self.lock:
                 is_ours = self.by_number.get(file.number) is file
-            if is_ours:  # else it went to another tenant
+            if is_ours:  # else it was reassigned to another tenant
                 raise FileNotFoundError(errno.ENOENT, _REMOVED)
 
     def _failed(self, file: DataFile, verb: str, error: OSError) -> TierUnavailableError:

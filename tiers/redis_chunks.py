@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import struct
+import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -41,6 +42,8 @@ MAX_LOOK_KEYS = 512
 """Keys of one round trip."""
 MAX_LISTED_CHUNKS = 1 << 18
 """Limit of a listing: further chunks are found by key, and expire."""
+LIST_S = 30.0
+"""Time limit of a listing: other keys may be many, and a faulty server may never end it."""
 MAX_REMAINS = 1024
 """Failed writes kept for clean-up; older ones expire."""
 SWEEP_WRITES = 64
@@ -248,19 +251,19 @@ class RedisChunks:
     def scan(self) -> tuple[dict[ChunkKey, Manifest], bool]:
         """Return all manifests, at most MAX_LISTED_CHUNKS, and whether the listing is complete."""
         found: dict[ChunkKey, Manifest] = {}
-        whole = True
+        whole, until = True, time.monotonic() + LIST_S
         for master in self._client.masters():
             try:
-                whole &= self._list_on(master, found)
+                whole &= self._list_on(master, found, until)
             except TierUnavailableError as error:
                 if not error.is_partial:
                     raise
                 whole = False
         return found, whole
 
-    def _list_on(self, master: Server, found: dict[ChunkKey, Manifest]) -> bool:
+    def _list_on(self, master: Server, found: dict[ChunkKey, Manifest], until: float) -> bool:
         cursor, whole = b"0", True
-        while len(found) < MAX_LISTED_CHUNKS:
+        while len(found) < MAX_LISTED_CHUNKS and time.monotonic() < until:
             scan: Command = (b"SCAN", cursor, b"MATCH", self._names.pattern, b"COUNT", 1000)
             match self._client.run(master, [scan], MAX_LISTING_BYTES):
                 case [[bytes(cursor), list(names)]]:

@@ -211,7 +211,7 @@ class Blender:
         kv, logits = _padded(result, count), [result.logits[-1:]]
         found = [int(logits[0].argmax())]
         while len(found) < count:
-            logits.append(self._behind((*tokens, *found), kv, len(tokens) + len(found) - 1))
+            logits.append(self._extend((*tokens, *found), kv, len(tokens) + len(found) - 1))
             found.append(int(logits[-1].argmax()))
         return found, torch.cat(logits)
 
@@ -221,10 +221,10 @@ class Blender:
 
         Teacher-forced, on the KV of *result*; the first row is *result*'s last.
         """
-        found = self._behind((*tokens, *follows), _padded(result, len(follows)), len(tokens))
+        found = self._extend((*tokens, *follows), _padded(result, len(follows)), len(tokens))
         return torch.cat([result.logits[-1:], found[:-1]])
 
-    def _behind(self, tokens: Sequence[int], kv: Sequence[LayerKV], first: int) -> Tensor:
+    def _extend(self, tokens: Sequence[int], kv: Sequence[LayerKV], first: int) -> Tensor:
         """Compute *tokens* from *first* on, extending *kv*; return their logits."""
         count = len(tokens)
         there = [(k[:, :count], v[:, :count]) for k, v in kv]

@@ -20,13 +20,13 @@ from typing import Any, TypeAlias, TypeVar
 from kvstore.client import planning
 from kvstore.client.chunk import Chunk, LayerTensors, Shard, parents
 from kvstore.client.client import Client
-from kvstore.client.decode import Target as ChunkRooms
+from kvstore.client.decode import Target
 from kvstore.client.engines.prefix import (
     ONLY_EXACT,
     About,
     AboutOf,
     Allowed,
-    Asked,
+    LoadRequest,
     Prefix,
     Source,
     Span,
@@ -144,7 +144,7 @@ class Connector:
     def _read_within(
         self,
         keys: Sequence[ChunkKey],
-        rooms: Sequence[LayerTensors],
+        outs: Sequence[LayerTensors],
         first: int,
         least: Accuracy,
         within: planning.Deadline,
@@ -158,7 +158,7 @@ class Connector:
         terms = self.terms(within, tail_tokens, least)
         is_beside = terms.prefill is not None and within.compute is not None and not first
         found = self.client.get_levelled(
-            keys[first:], terms, rooms[first:], computing if is_beside else None
+            keys[first:], terms, outs[first:], computing if is_beside else None
         )
         # Chunks after a damaged one are useless, wherever it is.
         computed = 0 if first else within.computed
@@ -183,7 +183,7 @@ class Connector:
         read: _Read,
         extra: Sequence[bytes],
         allowed: Allowed,
-        asked: Asked,
+        request: LoadRequest,
     ) -> tuple[Prefix, str]:
         """Return the prefix of *tokens* loaded by *read*, uncounted, and why it ends. Never raises.
 
@@ -194,10 +194,10 @@ class Connector:
         """
 
         def load() -> tuple[Prefix, str]:
-            keys = self.client.keys(tokens[:-1] if asked.whole else tokens, extra)
-            return self._load(keys, read, allowed, asked) if keys else (Prefix(), "short")
+            keys = self.client.keys(tokens[:-1] if request.whole else tokens, extra)
+            return self._load(keys, read, allowed, request) if keys else (Prefix(), "short")
 
-        return self.ask(load, (Prefix(), "error"))
+        return self.guard(load, (Prefix(), "error"))
 
     def note_load(self, tokens: int, prefix: Prefix, reason: str, lost_chunks: int = 0) -> Prefix:
         """Count *prefix*, loaded for a prompt of *tokens* tokens, and return it."""
@@ -212,18 +212,18 @@ class Connector:
         return prefix
 
     def _load(
-        self, keys: Sequence[ChunkKey], read: _Read, allowed: Allowed, asked: Asked
+        self, keys: Sequence[ChunkKey], read: _Read, allowed: Allowed, request: LoadRequest
     ) -> tuple[Prefix, str]:
-        within, timeout = asked.within, None
+        within, timeout = request.within, None
         if within is not None:
             most_s = self.client.options.deadline_ms / 1000
             timeout = min(max(planning.LEAST_LOOKUP_MS / 1000, within.left_s), most_s)
         match = self.client.lookup(keys=keys, accuracy=allowed.least, timeout=timeout)
         reason = "" if match.ready == len(keys) else "pending" if match.pending else "absent"
-        every = self._spans(asked.tokens - asked.whole)
+        every = self._spans(request.tokens - request.whole)
         shared = every[match.shared - 1][1] if match.shared else 0
-        count = self.worth_loading(match, asked.tokens) if within is None else match.ready
-        if asked.whole and count < match.ready:
+        count = self.worth_loading(match, request.tokens) if within is None else match.ready
+        if request.whole and count < match.ready:
             count = 0
         if count < match.ready:
             reason = "slow"
@@ -231,19 +231,19 @@ class Connector:
         if not count:
             return Prefix(shared_tokens=shared), reason
         keys, spans = keys[:count], every[:count]
-        came = read(keys, spans, 0, allowed.least)
-        stated = self._usable(came, allowed, lambda at: read(keys, spans, at, Accuracy.bounded))
+        loaded = read(keys, spans, 0, allowed.least)
+        stated = self._usable(loaded, allowed, lambda at: read(keys, spans, at, Accuracy.bounded))
         first = within.computed if within is not None else 0
         found = len(stated)
-        missing = count + first - max(found, len(came))
+        missing = count + first - max(found, len(loaded))
         if missing:
             reason = "lost" if within is None else "slow"
             self._count(f"{reason}_chunks", missing)
-        if found < len(came):
+        if found < len(loaded):
             reason = "gate"
         unbounded = [one for one in stated if one.accuracy is Accuracy.approximate]
         prefix = replace(
-            Prefix.of(spans[first:found], match.tiers[first:found], asked.tokens, shared),
+            Prefix.of(spans[first:found], match.tiers[first:found], request.tokens, shared),
             # Chunks that the engine computed meanwhile are stored already.
             stored_tokens=spans[found - 1][1] if found else 0,
             lossy_tokens=sum(stop - start for start, stop in spans[exact_count(stated) : found]),
@@ -256,16 +256,16 @@ class Connector:
             self._counts[name] += count
 
     def _usable(
-        self, came: Sequence[Stated], allowed: Allowed, again: Callable[[int], Sequence[Stated]]
+        self, loaded: Sequence[Stated], allowed: Allowed, again: Callable[[int], Sequence[Stated]]
     ) -> Sequence[Stated]:
-        """Return the chunks of *came* before the first whose codec's gate is shut, then those that
-        *again* reads from there on: slower tiers may hold bounded copies.
+        """Return the chunks of *loaded* before the first with a shut gate, then those that *again*
+        reads from there on: slower tiers may hold bounded copies.
         """
-        count = allowed.count(came)
-        if count == len(came):
-            return came
-        usable = [*came[:count], *self.ask(lambda: list(again(count)), list[Stated]())]
-        self._count("gated_chunks", max(0, len(came) - len(usable)))
+        count = allowed.count(loaded)
+        if count == len(loaded):
+            return loaded
+        usable = [*loaded[:count], *self.guard(lambda: list(again(count)), list[Stated]())]
+        self._count("gated_chunks", max(0, len(loaded) - len(usable)))
         return usable
 
     def allowed(self, least: Accuracy) -> Allowed:
@@ -275,8 +275,8 @@ class Connector:
         """
         if least is not Accuracy.approximate:
             return Allowed(least)
-        asked, shut = ReuseReport(ACCURACY_TAG), tuple[str, ...]()
-        codecs = self.ask(lambda: self.client.report_reuse(asked).codecs, shut)
+        query, shut = ReuseReport(ACCURACY_TAG), tuple[str, ...]()
+        codecs = self.guard(lambda: self.client.report_reuse(query).codecs, shut)
         return Allowed(least if codecs else Accuracy.bounded, frozenset(codecs))
 
     def worth_loading(self, match: Match, token_count: int) -> int:
@@ -306,7 +306,7 @@ class Connector:
             named = zip(self._spans(len(tokens)), keys, parents(keys), strict=True)
             for (start, stop), key, parent in named:
                 if stop > from_token:
-                    said = about((start, stop)) if about else About()
+                    info = about((start, stop)) if about else About()
                     yield Chunk(
                         key,
                         source((start, stop)),
@@ -314,8 +314,8 @@ class Connector:
                         position=start,
                         prefill_flops=self._token_flops * (stop - start),
                         content=content_digest(tokens_le32(tokens[start:stop]), extra),
-                        layout=said.layout,
-                        importance=said.importance,
+                        layout=info.layout,
+                        importance=info.importance,
                     )
 
         made, stored = chunks(), 0
@@ -325,7 +325,7 @@ class Connector:
 
     # --- for engines that look up, load and store at different times, by digests they keep
 
-    def ask(self, work: Callable[[], T], otherwise: T, *, is_store: bool = False) -> T:
+    def guard(self, work: Callable[[], T], otherwise: T, *, is_store: bool = False) -> T:
         """Run *work*, a call to the store, and return its result. Never raises.
 
         On failure it counts a load or store error and returns *otherwise*.
@@ -346,24 +346,24 @@ class Connector:
 
     def stored(self, digests: Sequence[ChainDigest]) -> set[bytes]:
         """Return those of *digests* with an exact copy, prefix or not. Never raises."""
-        found = self.ask(lambda: self.client.stat(keys=self.keys_of(digests)), list[ChunkStat]())
+        found = self.guard(lambda: self.client.stat(keys=self.keys_of(digests)), list[ChunkStat]())
         exact = Accuracy.exact
         return {one.digest for one in found if any(c.accuracy == exact for c in one.copies)}
 
     def read(self, digests: Sequence[ChainDigest], out: Sequence[LayerTensors]) -> int:
         """Read the longest prefix of *digests* into *out*; return its chunk count. Never raises."""
-        count = self.ask(lambda: len(self.client.get_chunks(self.keys_of(digests), out)), 0)
+        count = self.guard(lambda: len(self.client.get_chunks(self.keys_of(digests), out)), 0)
         self._count("lost_chunks", len(digests) - count)
         return count
 
     def read_into(
         self,
         digests: Sequence[ChainDigest],
-        room: ChunkRooms,
+        target: Target,
         stated: list[Stated] | None = None,
         terms: planning.PlanTerms | None = None,
     ) -> int:
-        """Like ``read``, into the buffers that *room* returns for a chunk's layout; may raise.
+        """Like ``read``, into the buffers that *target* returns for a chunk's layout; may raise.
 
         *stated* receives the ``Stated`` of each chunk used, then of each chunk read but not used
         because a gate was shut; without it only exact copies are read. With *terms*, read as far
@@ -371,12 +371,12 @@ class Connector:
         """
         allowed = ONLY_EXACT if stated is None else self.allowed(self.least)
         until = None if terms is None else planning.Deadline(terms.deadline_s)
-        came: Sequence[Stated] = ()
+        loaded: Sequence[Stated] = ()
         usable: Sequence[Stated] = ()
 
         def get(first: int, least: Accuracy) -> list[Stated]:
             keys, found = self.keys_of(digests[first:]), list[Stated]()
-            place: ChunkRooms = lambda at, layout: room(first + at, layout)  # noqa: E731
+            place: Target = lambda at, layout: target(first + at, layout)  # noqa: E731
             if terms is None or until is None or self.shard is not None:
                 self.client.get_chunks(keys, place, accuracy=least, stated=found, shard=self.shard)
                 return found
@@ -386,13 +386,13 @@ class Connector:
             return list(levelled.stated[: next(iter(levelled.to_compute), len(keys))])
 
         try:
-            came = get(0, allowed.least)
-            usable = self._usable(came, allowed, lambda first: get(first, Accuracy.bounded))
+            loaded = get(0, allowed.least)
+            usable = self._usable(loaded, allowed, lambda first: get(first, Accuracy.bounded))
         finally:
             name = "lost_chunks" if terms is None else "slow_chunks"
-            self._count(name, len(digests) - max(len(came), len(usable)))
+            self._count(name, len(digests) - max(len(loaded), len(usable)))
         if stated is not None:
-            stated += [*usable, *came[len(usable) :]]
+            stated += [*usable, *loaded[len(usable) :]]
         return len(usable)
 
     def keys_of(self, digests: Sequence[ChainDigest]) -> list[ChunkKey]:
@@ -416,7 +416,7 @@ class Connector:
             )
             return [one.outcome for one in puts]
 
-        outcomes = self.ask(put, list[PutOutcome](), is_store=True)
+        outcomes = self.guard(put, list[PutOutcome](), is_store=True)
         with self._lock:
             self._counts.update(outcome.name for outcome in outcomes)
         return outcomes
@@ -455,7 +455,7 @@ class Connector:
 
     def clear(self) -> None:
         """Delete every chunk of this model. Never raises."""
-        self.ask(self.client.clear, 0, is_store=True)
+        self.guard(self.client.clear, 0, is_store=True)
 
     def stats(self) -> ConnectorStats:
         """Return a snapshot of the counters."""

@@ -69,7 +69,7 @@ class Prefix:
 
 
 @dataclass(frozen=True, slots=True)
-class Asked:
+class LoadRequest:
     """A load: its prompt's tokens, whether a partial hit is useless, its deadline."""
 
     tokens: int

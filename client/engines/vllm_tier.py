@@ -45,7 +45,7 @@ __all__ = ["KVStoreTier", "StoreTieringSpec"]
 
 STORAGE_MEDIUM: Any = getattr(getattr(offload, "Medium", None), "STORAGE", None)
 """The medium of a tier below vLLM's offloading; 0.26 has none."""
-TELLS_KEYS_THAT_CAME = "successful_keys" in JobResult.__dataclass_fields__
+REPORTS_PARTIAL_JOBS = "successful_keys" in JobResult.__dataclass_fields__
 """Whether a tier can report a partial promotion; below 0.28 all of it fails."""
 
 
@@ -73,7 +73,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
         def ready() -> int:
             return connector.client.lookup(keys=connector.keys_of(digests)).ready
 
-        count = connector.ask(ready, -1)
+        count = connector.guard(ready, -1)
         if count < 0:
             return [False] * len(digests)
         behind = digests[count + 1 :]
@@ -131,7 +131,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._epoch = b""
         self._lookups = _Lookups(tier_type, self._looking, self._digest)
         self._thread = DaemonThreads("kvstore-tier")
-        self._room = max(1, stated.queue_bytes // self._rows.shape[1])
+        self._max_waiting = max(1, stated.queue_bytes // self._rows.shape[1])
         self._waiting = 0
         self._finished: list[JobResult] = []
         self._failed: set[bytes] = set()
@@ -150,7 +150,7 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         The job fails if it exceeds the queue beside waiting jobs; alone any job is accepted.
         """
         with self._changes:
-            is_full = self._waiting and self._waiting + len(job_metadata.keys) > self._room
+            is_full = self._waiting and self._waiting + len(job_metadata.keys) > self._max_waiting
         if is_full:
             self._end(job_metadata, (), counted=False)
         else:
@@ -181,8 +181,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
 
     def _load(self, job: Any) -> None:
         keys, digests = list(job.keys), [self._digest(key) for key in job.keys]
-        room = [self._tensors(row) for row in job_rows(job)]
-        self._end(job, keys[: self._connector.read(digests, room)])
+        out = [self._tensors(row) for row in job_rows(job)]
+        self._end(job, keys[: self._connector.read(digests, out)])
 
     def _tensors(self, row: int) -> LayerTensors:
         return identity.byte_tensors(self._rows[int(row)])
@@ -190,9 +190,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     def _end(self, job: Any, done: Collection[bytes], *, counted: bool = True) -> None:
         is_whole = len(done) == len(job.keys)
         some = tuple(done) if job.is_promotion and done and not is_whole else None
-        came = (some,) if TELLS_KEYS_THAT_CAME else ()
+        partial_keys = (some,) if REPORTS_PARTIAL_JOBS else ()
         with self._changes:
-            self._finished.append(JobResult(job.job_id, is_whole, *came))
+            self._finished.append(JobResult(job.job_id, is_whole, *partial_keys))
             self._waiting -= len(job.keys) if counted else 0
             if job.is_promotion:
                 self._failed.update(set(job.keys) - set(done))

@@ -20,7 +20,7 @@ from kvstore.codecs.raw import RAW
 from kvstore.codecs.slices import encode_shard, shard_frame_bytes
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.buffers import Bytes, as_bytes
-from kvstore.proto.errors import DeadlineError, KVStoreError
+from kvstore.proto.errors import DeadlineError, InvalidRequestError, KVStoreError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes, stated_header_bytes
 from kvstore.proto.messages import accuracy_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
@@ -242,5 +242,8 @@ def read_layers(transport: Transport, plan: ReadPlan) -> Iterator[Iterator[Arriv
 
 
 def read_outcomes(outcomes: bytes, reasons: Sequence[str]) -> list[Put]:
-    """Return the outcomes of a reply."""
-    return list(starmap(Put, zip(map(PutOutcome, outcomes), reasons, strict=True)))
+    """Return the outcomes of a reply. Raises InvalidRequestError for what is none."""
+    try:
+        return list(starmap(Put, zip(map(PutOutcome, outcomes), reasons, strict=True)))
+    except ValueError as error:
+        raise InvalidRequestError("outcomes", len(outcomes), f"the server's: {error}") from None

@@ -59,8 +59,8 @@ class _Recorder(LearnedEviction):
         self.ages_s: list[float] = []
 
     @override
-    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
-        super()._came(rows, size_bytes, now_s)
+    def _inserted(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        super()._inserted(rows, size_bytes, now_s)
         for row in rows.tolist():
             self.uses.setdefault(row, []).append(now_s)
 

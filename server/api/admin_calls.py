@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, MutableSequence
 from dataclasses import replace
+from itertools import islice
 from typing import TypeVar
 
 from google.protobuf.message import Message
@@ -56,7 +57,8 @@ class AdminCalls:
         self._sessions = backend.sessions
         self._checks = backend.checks
         self._clock = backend.checks.clock
-        self._limits = backend.trust.limits if backend.trust else TenantLimits({}, self._clock)
+        authorizer = backend.authorizer
+        self._limits = authorizer.limits if authorizer else TenantLimits({}, self._clock)
         self._scrub = backend.scrub
         self._explainer = explainer
         self._requests = requests
@@ -82,7 +84,7 @@ class AdminCalls:
         require(request.tier in (*slots, ""), "tier", request.tier, f"use one of {sorted(slots)}")
         deadline = self._checks.deadline(request.deadline_ms or CLEAR_DEADLINE_MS)
         if request.session_id:
-            fix = "name a tenant without a session, whose chunks are its own"
+            fix = "leave it out with a session_id: that selects the session's chunks"
             require(not request.tenant, "tenant", request.tenant, fix)
             space = self._sessions.get(request.session_id).namespace
             keys = self._catalog.queries.keys_from(space)
@@ -127,8 +129,7 @@ class AdminCalls:
         held = self._catalog.queries.page(
             session.namespace, request.after, request.prefix, request.limit
         )
-        for start in range(0, len(held), LIST_PAGE_CHUNKS):
-            page = held[start : start + LIST_PAGE_CHUNKS]
+        while page := list(islice(held, LIST_PAGE_CHUNKS)):
             yield pb.ListResponse(chunks=map(_chunk_stat, page))
 
     def Spaces(self, request: pb.SpacesRequest, caller: Principal) -> pb.SpacesResponse:
@@ -169,7 +170,7 @@ class AdminCalls:
         if sizes:
             known = self._catalog.eviction.quotas_of(tenant)
             tiers = [request.tier] if request.tier else list(known)
-            fix = "has no quota that could change: name it in --tenant-quotas or --tenant-limits"
+            fix = "has no quota to change: add it to --tenant-quotas or --tenant-limits"
             is_known = known and set(tiers) <= set(known)
             require(is_known, "tenant", (tenant, request.tier), fix)
             changed = {tier: replace(known[tier].quota, **sizes) for tier in tiers}
@@ -232,7 +233,7 @@ class AdminCalls:
             model_id="" if session.is_peer else session.representation.model_id,
             key_namespace=session.namespace,
             open_s=now - session.opened_at,
-            idle_s=now - session.heard_at,
+            idle_s=now - session.active_at,
             leases=self._catalog.leases.count_of(session.session_id),
         )
 
@@ -277,8 +278,8 @@ class AdminCalls:
             keys = keys_of_digests(request.digests, space, limit)
             found = self._explainer.explain(space, keys, accuracy_of(request.min_accuracy))
             reply.hit_chunks = found.hit_chunks
-            reasons, room_bytes = map(_reason, found.reasons), messages.MESSAGE_BYTES
-            reply.left_out += _fill(reply.chunks, reasons, room_bytes)
+            reasons, limit_bytes = map(_reason, found.reasons), messages.MESSAGE_BYTES
+            reply.left_out += _fill(reply.chunks, reasons, limit_bytes)
             reply.left_out += _fill(reply.near, map(_similar, found.similar), LIST_BYTES)
         if request.recent:
             misses = self._explainer.misses(request.recent)
@@ -291,7 +292,7 @@ class AdminCalls:
 
     def _space(self, request: pb.ExplainRequest, peer: str) -> Namespace:
         if request.session_id:
-            fix = "ask for recent misses without a session, on the server's host"
+            fix = "request recent misses without a session, on the server's host"
             require(not request.recent, "session_id", request.session_id, fix)
             return self._sessions.get(request.session_id).namespace
         check_local(peer, "Explain without a session")
@@ -366,12 +367,12 @@ def _chunk_stat(held: ChunkDetails) -> pb.ChunkStat:
     )
 
 
-def _fill(field: MutableSequence[M], found: Iterable[M], room_bytes: int) -> int:
-    """Add *found* to *field* within *room_bytes*. Return how many are left out."""
+def _fill(field: MutableSequence[M], found: Iterable[M], limit_bytes: int) -> int:
+    """Add *found* to *field* within *limit_bytes*. Return how many are left out."""
     left = 0
     for message in found:
-        room_bytes -= message.ByteSize()
-        if room_bytes >= 0:
+        limit_bytes -= message.ByteSize()
+        if limit_bytes >= 0:
             field.append(message)
         else:
             left += 1

@@ -62,7 +62,7 @@ class Health(health.HealthServicer):
         send_response_callback: Callable[..., Any] | None = None,
     ) -> Iterator[health_pb2.HealthCheckResponse]:
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
-        context.set_details("ask with Check")
+        context.set_details("use Check")
         return iter(())
 
 
@@ -162,7 +162,7 @@ def _open(
             return server.add_insecure_port(where)
         return server.add_secure_port(where, tls)
     except RuntimeError:
-        why = unresolved(host) or f"is it taken? choose another --{name}"
+        why = unresolved(host) or f"is it in use? choose another --{name}"
         raise TierUnavailableError("grpc", f"cannot listen on {where}; {why}") from None
 
 

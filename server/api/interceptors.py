@@ -17,6 +17,7 @@ from kvstore.server.security.sessions import ANYBODY, Principal, Session
 from kvstore.server.telemetry.tracing import CURRENT, NUMBERS, RequestId
 
 if TYPE_CHECKING:
+    from kvstore.server.security.authenticator import Authenticator
     from kvstore.server.telemetry.tracing import Tracing
 
     Handler = grpc.RpcMethodHandler[Any, Any]
@@ -36,6 +37,8 @@ class AuthenticatedContext:
     _context: grpc.ServicerContext
     principal: Principal | None = None
     """None until authenticated."""
+    request: Any = None
+    """The message once received; of a stream, their iterator."""
     session: Session | None = None
     frames: int | None = None
     """Frames that a stream began; None if the call has one message."""
@@ -55,44 +58,51 @@ class CallWrapper:
     """Wraps the handlers of gRPC calls.
 
     KVStoreErrors are sent with their status and class name, anything else as INTERNAL. Each call
-    has a request id, and a span with ``tracing``. ``trust`` authenticates and admits calls, except
-    health, and records their outcomes.
+    has a request id, and a span with ``tracing``. ``authorizer`` authenticates and admits calls,
+    except health, and records their outcomes.
     """
 
-    trust: Authorizer | None = None
+    authorizer: Authorizer | None = None
     tracing: Tracing | None = None
 
-    def around(self, handler: Handler, method: str) -> Callable[..., Iterator[Any]]:
-        """Return a generator function for the answers of *method*: one, unless it streams."""
+    def around(
+        self, handler: Handler, method: str, receive: Behavior, taken: Behavior
+    ) -> Callable[..., Iterator[Any]]:
+        """Return a generator function for the answers of *method*: one, unless it streams.
+
+        *receive* waits for the message, or returns what does: never for unknown callers. *taken*
+        waits for the reader of streamed answers.
+        """
         one: Behavior | None = handler.unary_unary or handler.unary_stream
         many: Any = handler.stream_unary or handler.stream_stream
         behavior: Behavior = one or many
         is_open = SERVICES.get(method.strip("/").rpartition("/")[0]) == OPEN
-        trust = None if is_open else self.trust
+        authorizer = None if is_open else self.authorizer
         span_of = self.tracing.scope_of(method) if self.tracing is not None else None
 
-        def answers(request: Any, context: Any) -> Iterator[Any]:
+        def answers(requests: Any, context: Any) -> Iterator[Any]:
             # Not reset: gRPC runs each call in its own context.
             CURRENT.set(RequestId(next(NUMBERS), context.invocation_metadata))
-            call, outcome = AuthenticatedContext(context), "cancelled"
-            started = 0.0 if trust is None else trust.clock()
-            with nullcontext() if span_of is None else span_of(request, context):
+            call, outcome, started = AuthenticatedContext(context), "cancelled", 0.0
+            with nullcontext() if span_of is None else span_of(call):
                 try:
-                    if trust is not None:
-                        who = trust.authenticator
-                        if who.is_open:
-                            call.principal = ANYBODY
-                        else:
-                            metadata = context.invocation_metadata() or ()
-                            call.principal = who.principal_of(metadata, context.auth_context())
+                    who = (
+                        ANYBODY
+                        if authorizer is None
+                        else _caller(authorizer.authenticator, context)
+                    )
+                    call.principal = who
+                    call.request = request = receive(requests, call)
+                    if authorizer is not None:
+                        started = authorizer.clock()
                         if handler.request_streaming:
-                            trust.admit(call.principal, method)
+                            authorizer.admit(who, method)
                             call.frames = 0
-                            request = _each_admitted(trust, call, method, request)
+                            request = _each_admitted(authorizer, call, method, request)
                         else:
-                            call.session = trust.admit(call.principal, method, request)
+                            call.session = authorizer.admit(who, method, request)
                     if handler.response_streaming:
-                        yield from behavior(request, call)
+                        yield from taken(behavior(request, call), call)
                     else:
                         yield behavior(request, call)
                     outcome = "OK"
@@ -101,15 +111,21 @@ class CallWrapper:
                         outcome = type(error).__name__
                     _abort(context, error, method)
                 finally:
-                    if trust is not None:
-                        took_s = trust.clock() - started
-                        trust.counters.note_call(method, took_s)
-                    if trust is not None and trust.audit is not None:
-                        note, peer = trust.note, context.peer
-                        about = request if call.frames is None else call.frames
+                    if authorizer is not None and call.request is not None:
+                        authorizer.counters.note_call(method, authorizer.clock() - started)
+                    if authorizer is not None and authorizer.audit is not None:
+                        note, peer = authorizer.note, context.peer
+                        about = call.request if call.frames is None else call.frames
                         note(call.principal, method, outcome, call.session, about, peer)
 
         return answers
+
+
+def _caller(authenticator: Authenticator, context: Any) -> Principal:
+    """Authenticate a caller. Raises UnauthenticatedError."""
+    if authenticator.is_open:
+        return ANYBODY
+    return authenticator.principal_of(context.invocation_metadata() or (), context.auth_context())
 
 
 def _each_admitted(

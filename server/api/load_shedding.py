@@ -4,7 +4,8 @@ A server that accepts every call answers all of them too late. Here each kind of
 bounded queue; beyond its limit calls are refused at once (RESOURCE_EXHAUSTED) by threads that do
 nothing else, so that reads get through. No call is accepted while reads wait too long, however many
 they are: a limit in calls is seconds of long ones. A call past its deadline is not begun. A
-StallGuard ends calls whose messages do not arrive: gRPC would wait without limit.
+StallGuard ends calls whose messages do not arrive, or whose answers are not read: gRPC would wait
+without limit.
 After M. Welsh and D. Culler, "Adaptive Overload Control for Busy Internet Servers", USITS 2003.
 """
 
@@ -12,16 +13,24 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from concurrent import futures
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import grpc
 from typing_extensions import override
 
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, QuotaExceededError
-from kvstore.server.api.interceptors import Behavior, CallWrapper, guarded
+from kvstore.server.api.interceptors import (
+    AuthenticatedContext,
+    Behavior,
+    CallWrapper,
+    guarded,
+    principal_of,
+)
+from kvstore.server.security.sessions import ANYBODY
 from kvstore.server.telemetry.events import EVENT_READERS
 from kvstore.server.telemetry.metrics import Counters
 
@@ -43,9 +52,12 @@ WRITES_PER_WORKER = 2
 LEAST_LEFT_S = 0.001
 """A call with less time left is not begun."""
 STALL_S = 15.0
-"""Longest wait for any message."""
+"""Longest wait for any message to arrive, or to be read."""
 GRACE_S = 3.0
 """A call that has waited less is never ended: its message may be on the way."""
+SLOW_S = 1.0
+SLOW_FOR_S = 60.0
+"""A tenant counts as slow for so long after a quarter of the threads waited for it for SLOW_S."""
 LATE_S = 0.2
 """If calls wait longer to begin, an executor accepts only one more per thread."""
 
@@ -53,37 +65,68 @@ T = TypeVar("T")
 
 
 class StallGuard:
-    """Waits for messages in the thread of their call; at most *most* wait beyond ``GRACE_S``.
+    """Waits for messages in the thread of their call, and for readers of its answer; at most *most*
+    wait beyond ``GRACE_S``.
 
+    Who ends or begins its calls anew holds threads all the same. So a tenant with more than *most*
+    waits beyond ``SLOW_S`` gets no more of them for ``SLOW_FOR_S``, while three times *most* wait.
     ``tick`` is called a few times a second. Thread-safe; *clock* returns monotonic seconds.
     """
 
     def __init__(self, most: int, clock: Callable[[], float]) -> None:
         self._most = most
         self._clock = clock
-        self._waiting: dict[grpc.ServicerContext, float] = {}
+        self._waiting: dict[AuthenticatedContext, float] = {}
         """Start of each wait, the earliest first."""
-        self._lock = threading.Lock()  # guards _waiting
+        self._slow: dict[str, float] = {}
+        """End of the time for which a tenant counts as slow."""
+        self._lock = threading.Lock()  # guards the two above
 
-    def each(self, messages: Iterator[T], context: grpc.ServicerContext) -> Iterator[T]:
+    def each(self, messages: Iterator[T], context: AuthenticatedContext) -> Iterator[T]:
         """Yield the messages of a call."""
         while True:
-            with self._lock:
-                self._waiting[context] = self._clock()
-            try:
+            with self._wait(context):
                 message = next(messages, None)
-            finally:
-                with self._lock:
-                    self._waiting.pop(context, None)
             if message is None:
                 return
             yield message
 
+    def taken(self, answers: Iterator[T], context: AuthenticatedContext) -> Iterator[T]:
+        """Yield the answers of a call; each must be read before the next is made."""
+        for answer in answers:
+            with self._wait(context):
+                yield answer
+
+    @contextmanager
+    def _wait(self, context: AuthenticatedContext) -> Iterator[None]:
+        with self._lock:
+            self._check_share(principal_of(context).tenant)
+            self._waiting[context] = self._clock()
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._waiting.pop(context, None)
+
+    def _check_share(self, tenant: str) -> None:
+        if tenant not in self._slow or len(self._waiting) < 3 * self._most:
+            return
+        if sum(principal_of(one).tenant == tenant for one in self._waiting) >= self._most:
+            fix = f"tenant {tenant!r}; its calls wait too long for messages"
+            raise QuotaExceededError("waiting calls", self._most, fix)
+
+    def _note_slow(self, now: float) -> None:
+        callers = (principal_of(one) for one, at in self._waiting.items() if now - at >= SLOW_S)
+        slow = Counter(caller.tenant for caller in callers if caller is not ANYBODY)
+        self._slow = {tenant: until for tenant, until in self._slow.items() if now < until}
+        self._slow |= {one: now + SLOW_FOR_S for one, count in slow.items() if count > self._most}
+
     def tick(self) -> int:
-        """End the calls that have waited too long for a message; return how many."""
+        """End the calls that have waited too long; return how many."""
         now = self._clock()
         ended: list[Any] = []
         with self._lock:
+            self._note_slow(now)
             for context, since in self._waiting.items():
                 are_many = len(self._waiting) - len(ended) > self._most
                 if now - since < (GRACE_S if are_many else STALL_S):
@@ -99,8 +142,8 @@ class StallGuard:
 class BoundedExecutor(futures.ThreadPoolExecutor):
     """Threads that answer one kind of call, and the calls that wait for them.
 
-    At most a quarter of them wait long in ``stall_guard`` for messages of their calls. *clock*
-    returns monotonic seconds.
+    At most a quarter of them wait long in ``stall_guard`` for messages to arrive or to be read.
+    *clock* returns monotonic seconds.
     """
 
     def __init__(
@@ -198,7 +241,7 @@ class LoadShedder(ServerInterceptor):
             pool.shutdown(wait=False)
 
     def tick(self) -> None:
-        """End the calls whose messages do not arrive."""
+        """End the calls whose messages do not arrive, or are not read."""
         for executor in self._executors:
             self._counters.add("stalled_calls", executor.stall_guard.tick())
 
@@ -223,9 +266,9 @@ class LoadShedder(ServerInterceptor):
         executor = self._writes if name in WRITES else self.reads
         if name == "Events":
             executor = self._events
-        answers, guard = self._calls.around(handler, method), executor.stall_guard
+        guard = executor.stall_guard
 
-        def receive(requests: Iterator[Any], context: grpc.ServicerContext) -> Any:
+        def receive(requests: Iterator[Any], context: Any) -> Any:
             left_s = context.time_remaining()
             if left_s is not None and left_s < LEAST_LEFT_S:
                 self._counters.add("expired_calls")
@@ -236,10 +279,10 @@ class LoadShedder(ServerInterceptor):
                 raise InvalidRequestError("message", None, "send one with the call")
             return message
 
-        received = guarded(receive, method)
+        answers = self._calls.around(handler, method, receive, guard.taken)
 
         def answer(requests: Any, context: grpc.ServicerContext) -> Any:
-            found = answers(received(requests, context), context)
+            found = answers(requests, context)
             if handler.response_streaming:
                 return found
             (only,) = found
@@ -250,7 +293,7 @@ class LoadShedder(ServerInterceptor):
 
     def _refuse(self, requests: Any, context: grpc.ServicerContext) -> Any:
         self._counters.add("shed_calls")
-        raise QuotaExceededError("waiting calls", 0, "this server; it is overloaded, wait a little")
+        raise QuotaExceededError("waiting calls", 0, "this server; it is overloaded, retry later")
 
 
 def _handler(handler: Handler, behavior: Behavior, pool: futures.ThreadPoolExecutor) -> Handler:

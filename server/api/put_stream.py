@@ -73,12 +73,12 @@ class PutStream:
             self._checks.batch("frames", len(self._frames) + 1)
             header = parse_header(data, takes_shards=True)
             frame = self._begin(session, header, frame_bytes)
-            if isinstance(frame.ticket, PutTicket) and frame.ticket.room is not None:
+            if isinstance(frame.ticket, PutTicket) and frame.ticket.buffer is not None:
                 key, head = header.key, header.header_bytes
-                frame.check = FrameVerifier(frame.ticket.room, key, head)
-        room = self.room(len(data))
-        if room is not None:
-            copy_bytes(room, data)
+                frame.check = FrameVerifier(frame.ticket.buffer, key, head)
+        buffer = self.buffer(len(data))
+        if buffer is not None:
+            copy_bytes(buffer, data)
         self.landed(len(data))
 
     def _begin(self, session: Session, header: FrameHeader, frame_bytes: int) -> _Frame:
@@ -95,7 +95,7 @@ class PutStream:
         self._frames.append(frame)
         return frame
 
-    def room(self, size_bytes: int) -> Bytes | None:
+    def buffer(self, size_bytes: int) -> Bytes | None:
         """Return the buffer for the next bytes of the current frame; None: skip them.
 
         Report the bytes to ``landed``. Raises InvalidFrameError beyond the end of the frame.
@@ -106,11 +106,11 @@ class PutStream:
         start, stop = frame.received_bytes, frame.received_bytes + size_bytes
         if not size_bytes or stop > frame.frame_bytes:
             raise InvalidFrameError("data", stop, f"the frame has {frame.frame_bytes} bytes")
-        room = None if frame.ticket is None else frame.ticket.room
-        return None if room is None else room[start:stop]
+        buffer = None if frame.ticket is None else frame.ticket.buffer
+        return None if buffer is None else buffer[start:stop]
 
     def landed(self, size_bytes: int) -> None:
-        """Record *size_bytes* more bytes in their ``room``, and verify them while in cache.
+        """Record *size_bytes* more bytes in their ``buffer``, and verify them while in cache.
 
         A complete frame is committed, unless its state is stored only if the next frame does not
         continue it. Raises for an invalid frame.

@@ -68,7 +68,7 @@ BEAT_S = 1.0
 """Longest time between two messages to a reader of events."""
 _LAST_S = 0.5
 """A call of Events with less time left ends by itself, before its deadline cuts it off."""
-_NO_DEVICE = "this server takes no puts out of device memory: start it with gpu"
+_NO_DEVICE = "this server accepts no puts from device memory: start it with gpu"
 _NO_KEY = ChunkKey(bytes(KEY_BYTES))
 
 
@@ -92,7 +92,7 @@ class Backend:
     sessions: SessionTable
     checks: Checks
     identity: Identity
-    trust: Authorizer | None = None
+    authorizer: Authorizer | None = None
     unix_server: UnixServer | None = None
     device_puts: DevicePuts | None = None
     scrub: Scrub | None = None
@@ -102,7 +102,7 @@ class Backend:
     @property
     def pools(self) -> Sequence[Pool]:
         """The shared pools that callers may open sessions for."""
-        return self.trust.pools if self.trust else ()
+        return self.authorizer.pools if self.authorizer else ()
 
 
 class DataCalls:
@@ -407,10 +407,10 @@ class DataCalls:
         known = cast("PeerTier", slot.tier).peers.known() if slot else []
         peer = next((one for one in known if one.number == request.number), None)
         if peer is None:
-            raise InvalidRequestError("number", request.number, "of no server that is known")
+            raise InvalidRequestError("number", request.number, "no such peer")
         grant = peer.grant_direct_reads(session.namespace)
         if grant is None:
-            raise TierUnavailableError("peer", f"{peer.address}: is not up")
+            raise TierUnavailableError("peer", f"{peer.address}: is down")
         return grant
 
     # --- events
@@ -445,7 +445,7 @@ class DataCalls:
     def _event_pages(
         self, log: EventLog, reader: EventReader, session: Session | None, context: Context
     ) -> Iterator[pb.EventsResponse]:
-        caller, trust, sent_at = principal_of(context), self._backend.trust, self._clock()
+        caller, authorizer, sent_at = principal_of(context), self._backend.authorizer, self._clock()
         while context.is_active() and not log.ended.is_set():
             left_s = context.time_remaining()
             if left_s is not None and left_s < _LAST_S:
@@ -453,8 +453,8 @@ class DataCalls:
             if session is not None and session.is_closed:
                 raise LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
             # A session ends with its credentials; check those of a call without one.
-            if session is None and trust is not None and not trust.authenticator.holds(caller):
-                raise UnauthenticatedError("credentials: not valid any more; call with others")
+            if session is None and authorizer and not authorizer.authenticator.holds(caller):
+                raise UnauthenticatedError("credentials: no longer valid; call with others")
             page, now = reader.poll(), self._clock()
             if page is not None:
                 yield messages.as_message(  # a root has an empty parent on the wire

@@ -196,7 +196,9 @@ class UnixServer:
                 self._no_thread_until_s = self._clock() + _THREAD_AGAIN_S
             if not number:
                 raise
-            logger.warning("no further thread", server="unix", reason=str(error), threads=number)
+            logger.warning(
+                "cannot start a thread", server="unix", reason=str(error), threads=number
+            )
             return
         self._threads.append(thread)
 
@@ -272,15 +274,15 @@ class UnixServer:
             connection.close()
             return
         with self._lock:
-            strangers = sum(peer.session is None for peer in self._peers.values())
-            has_room = strangers < self._sessions.limit and self._has_room(1)
-            if has_room:
+            unattached = sum(peer.session is None for peer in self._peers.values())
+            has_space = unattached < self._sessions.limit and self._has_space(1)
+            if has_space:
                 peer = self._peers[connection.fileno()] = _Peer(connection, self._clock())
-        if not has_room:
+        if not has_space:
             connection.close()
             logger.warning(
-                "hung up on a connection: there are as many as may be", server="unix",
-                descriptors=self._max_descriptors, unknown=strangers,
+                "connection closed: too many connections", server="unix",
+                descriptors=self._max_descriptors, unknown=unattached,
                 fix="raise ulimit -n, or --max-sessions",
             )  # fmt: skip
             return
@@ -289,7 +291,7 @@ class UnixServer:
         except (OSError, ValueError):  # epoll is full, or closing
             self._hang_up(peer)
 
-    def _has_room(self, descriptors: int) -> bool:
+    def _has_space(self, descriptors: int) -> bool:
         used = len(self._peers) + _STAGING_DESCRIPTORS * len(self._staging)  # under the lock
         return used + descriptors <= self._max_descriptors
 
@@ -342,7 +344,7 @@ class UnixServer:
                 if peer.session is None:
                     raise UnauthenticatedError("attach or join before calling")
                 if self.answer is None:
-                    raise InvalidRequestError("op", request.op, "this server takes no calls here")
+                    raise InvalidRequestError("op", request.op, "this server accepts no calls here")
                 with closing(self.answer(peer.session, request, body)) as packets:
                     return send_packets(peer.connection, packets, self._clock)
             if body:
@@ -366,7 +368,7 @@ class UnixServer:
     def _obey(self, peer: _Peer, request: Request, descriptors: list[int]) -> None:
         op, reply = request.op, pack_reply(Reply.ok)
         if op in (Op.attach, Op.ring) and len(descriptors) != 1:
-            raise InvalidRequestError(op.name, len(descriptors), "bring one memfd")
+            raise InvalidRequestError(op.name, len(descriptors), "send one memfd")
         if op not in _METHODS and peer.session is not None:
             raise InvalidRequestError("op", op.name, "this connection has a session")
         if op in (Op.slab, Op.extent):
@@ -387,7 +389,7 @@ class UnixServer:
         session = self._admitted(peer, request.op)
         if request.op is Op.extent and "write" not in session.roles:
             # It runs as the server's user and could reopen the file through /proc for writing.
-            raise PermissionDeniedError("Extent: this session may not write, and gets copies")
+            raise PermissionDeniedError("Extent: needs role write; this session reads copies")
         file = self._files.get(request.op)
         if file is None:
             raise InvalidRequestError("op", request.op.name, "this server shares no files")
@@ -405,7 +407,7 @@ class UnixServer:
     def _admitted(self, peer: _Peer, op: Op) -> Session:
         session = peer.session
         if session is None or session.is_closed:
-            raise UnauthenticatedError(f"{op.name}: attach with a session that is open first")
+            raise UnauthenticatedError(f"{op.name}: attach with an open session first")
         # Only the calls that lead to it count for the tenant's rate.
         self._authorizer.admit_on(session, _METHODS[op], is_counted=False)
         return session
@@ -413,12 +415,12 @@ class UnixServer:
     def _attach(self, peer: _Peer, request: Request, descriptor: int) -> None:
         memory = map_sealed(descriptor, MAX_STAGING_BYTES, STAGING_SEALS)
         if len(memory) != request.arg:
-            raise InvalidRequestError("staging", len(memory), f"not the {request.arg} it says")
+            raise InvalidRequestError("staging", len(memory), f"not the stated {request.arg} bytes")
         session = _proven(peer, request)
         with self._lock:
             if session.session_id in self._staging:
                 raise InvalidRequestError("attach", session.session_id, "attach once; then join")
-            if not self._has_room(_STAGING_DESCRIPTORS):
+            if not self._has_space(_STAGING_DESCRIPTORS):
                 fix = "the Unix socket: raise ulimit -n"
                 raise QuotaExceededError("descriptors", self._max_descriptors, fix)
             peer.staging = self._staging[session.session_id] = Staging(memory, descriptor)
@@ -428,7 +430,7 @@ class UnixServer:
     def _ring(self, peer: _Peer, request: Request, descriptor: int) -> None:
         session = self._admitted(peer, request.op)
         if peer.staging is None:
-            raise UnauthenticatedError("bring a ring on the connection that attached")
+            raise UnauthenticatedError("send the ring on the connection that attached")
         if self.take_ring is None:
             raise InvalidRequestError("op", request.op.name, "this server has no gpu tier")
         exported = map_sealed(descriptor, MAX_STAGING_BYTES)
@@ -466,12 +468,12 @@ def _proven(peer: _Peer, request: Request) -> Session:
     """Return the session of the peer's hello, once: the next proof needs another hello."""
     challenge, peer.challenge = peer.challenge, None
     if challenge is None or not hmac.compare_digest(challenge.proof(request.op), request.token):
-        raise UnauthenticatedError("say hello, and prove that the session is yours")
+        raise UnauthenticatedError("send a hello, then a valid proof for the session")
     session = challenge.session
     if session.is_closed:
         raise UnauthenticatedError("the session ended; open another")
     if not session.roles & {"read", "write"}:  # a peer's or an admin's
-        raise PermissionDeniedError("Attach: this session may neither read nor write")
+        raise PermissionDeniedError("Attach: needs role read or write")
     return session
 
 
@@ -493,7 +495,7 @@ def listen(path: Path) -> socket.socket:
         _make_folder(path.parent)
         if os.path.lexists(path):
             if not path.is_socket():
-                fix = "something else is there; choose another with --socket"
+                fix = "not a socket; choose another path with --socket"
                 raise InvalidRequestError("socket_path", str(path), fix)
             _refuse_second_server(path)
             path.unlink()
@@ -518,7 +520,7 @@ def _make_folder(folder: Path) -> None:
     folders = {real, *real.parents, *folder.parents}
     swappable = [one for one in folders if _is_swappable(one, owners)]
     if swappable:
-        fix = f"others could swap the socket in {max(swappable)}: chmod go-w, or give --socket"
+        fix = f"others could replace the socket in {max(swappable)}: chmod go-w, or give --socket"
         raise InvalidRequestError("socket_path", str(folder), fix)
 
 

@@ -41,11 +41,11 @@ from kvstore.server.blending.gates import Shadow
 from kvstore.server.blending.resolver import PromptSegment, Question, Report
 from kvstore.server.blending.scores import Context, Scores
 from kvstore.server.security.sessions import Session
+from kvstore.server.settings.values import MAX_DEADLINE_MS
 from kvstore.server.store.parallel_writes import ChunkPart
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store
 
-MAX_DEADLINE_MS = 600_000
 MAX_REPORTED_MS = 3600e3
 _SUM_SLACK = 1.01
 """Tolerance for attention weights of a row, which sum up to 1, in 16-bit precision."""
@@ -77,7 +77,7 @@ class Checks:
 
     def durable(self, store: Store) -> None:
         """Refuse a durable put if no tier survives a restart."""
-        fix = "start the server with a disk tier whose codec loses nothing"
+        fix = "start the server with a disk tier whose codec is lossless"
         require(store.durable, "durable", True, fix)
 
     def keys(self, session: Session, digests: bytes) -> list[ChunkKey]:
@@ -113,7 +113,7 @@ class Checks:
         """
         size_bytes, part = info.size_bytes, None
         if streamed_bytes not in (None, size_bytes):
-            raise InvalidRequestError("frame_bytes", streamed_bytes, f"its header: {size_bytes}")
+            raise InvalidRequestError("frame_bytes", streamed_bytes, f"the header has {size_bytes}")
         if shard is not None:
             own_bytes = shard_frame_bytes(shard)
             fix = f"a raw shard like this has {own_bytes}"
@@ -166,7 +166,7 @@ class Checks:
         require(1 <= count <= MAX_SEGMENTS, "segments", count, f"give 1 to {MAX_SEGMENTS}")
         total, most = sum(len(one.tokens) for one in request.segments), self._most_blended
         require(total <= most, "segments.tokens", total, f"at most {most} chunks")
-        fix = "use another: this is of lossy copies, which blending says nothing of"
+        fix = "use another: this tag is reserved for lossy copies"
         require(not tag.startswith(ACCURACY_TAG), "tag", tag, fix)
         require(variants <= MAX_VARIANTS, "max_variants", variants, f"at most {MAX_VARIANTS}")
         at, segments = 0, []
@@ -224,7 +224,7 @@ class Checks:
         keys = [ChunkKey(session.namespace + digest) for digest in digests]
         tokens = tokens_of(keys)
         for digest, count in zip(digests, tokens, strict=True):
-            fix = "no variant here, or gone since; resolve again"
+            fix = "not a variant, or evicted since; resolve again"
             require(count, "chunks.digest", digest.hex(), fix)
         ratio = check_number("ratio", request.ratio, 1.0)
         for name in ("load_ms", "compute_ms", "full_ms"):
@@ -275,7 +275,7 @@ def _measured(message: pb.ChunkReport, tokens: int) -> tuple[Measured, Scores | 
         scores = np.frombuffer(packed, "<f2").astype(np.float32)
         are_known = (np.isfinite(scores) & ((scores >= 0) | (scores == UNKNOWN))).all()
         fix = "finite, not negative; -1 for tokens that were not measured"
-        require(are_known, "chunks.deviations", "no such deviations", fix)
+        require(are_known, "chunks.deviations", "invalid", fix)
         if (scores >= 0).any():
             mean = float(scores[scores >= 0].mean())
     if packed := message.query_attention:
@@ -288,7 +288,7 @@ def _measured(message: pb.ChunkReport, tokens: int) -> tuple[Measured, Scores | 
     if packed := message.selected:
         fix = f"a bit for each of {tokens} tokens, in whole bytes"
         require(len(packed) == -(-tokens // 8), "chunks.selected", len(packed), fix)
-        fix = f"no bits behind that of the last of {tokens} tokens"
+        fix = f"no bits after the last of {tokens} tokens"
         require(not packed[-1] >> (tokens % 8 or 8), "chunks.selected", packed[-1], fix)
     return Measured(mean, _context(message, tokens), message.intra_mass), scores
 

@@ -436,7 +436,7 @@ class ContentReader:
         except KVStoreError:
             pass  # it can still be found by key, and its reader gets the error
         finally:
-            self.catalog.let_go(key)
+            self.catalog.release_hold(key)
 
     def _named(self, slot: TierSlot, info: ChunkInfo) -> Named | None:
         head = np.empty(min(header_bytes(info.layout), info.size_bytes), np.uint8)

@@ -98,4 +98,4 @@ class PeerServer:
                     self._counters.add("peer_served_chunks")
         finally:
             for key in held:
-                self._catalog.let_go(key)
+                self._catalog.release_hold(key)

@@ -117,7 +117,7 @@ class BulkService:
         """
         request, is_peer = message.get, caller.session.is_peer
         if bool(request.key_namespace) != is_peer:
-            raise PermissionDeniedError("key_namespace: servers name theirs, and clients none")
+            raise PermissionDeniedError("key_namespace: required for peers, refused for clients")
         about: AbstractContextManager[object] = nullcontext()
         try:
             self._admit(caller, request.session_id, "OpenPeer" if is_peer else "Get")
@@ -138,7 +138,7 @@ class BulkService:
             self._refuse(caller, message, error)
             return
         if frames is None:
-            raise TierUnavailableError("peer", "it did not take what it asked for")
+            raise TierUnavailableError("peer", "it stopped reading its answer")
         done = pb.StreamMessage(request=message.request, done=frames)
         self._answer(caller, "Get", frames, done)
 
@@ -153,7 +153,7 @@ class BulkService:
         deadline, guest = self.clock() + request.deadline_ms / 1000, caller.guest
         if guest is not None:
             if self.is_over(caller):
-                raise UnauthenticatedError("until_s: over; ask your server to be let in again")
+                raise UnauthenticatedError("until_s: expired; request a new grant from your server")
             if request.key_namespace != guest.key_namespace or not _is_whole(request):
                 raise PermissionDeniedError("keys: a guest reads whole chunks of its own namespace")
             deadline = min(deadline, self.clock() + GUEST_GET_S)
@@ -171,7 +171,7 @@ class BulkService:
     def find(self, caller: Caller, message: pb.StreamMessage) -> None:
         """Return to a peer which chunks are in memory."""
         if caller.guest is not None or not caller.session.is_peer:
-            raise PermissionDeniedError("find: only servers ask for it; clients look up over gRPC")
+            raise PermissionDeniedError("find: for peers only; clients look up over gRPC")
         try:
             self._admit(caller, message.find.session_id, "OpenPeer")
             with self.peer_server.admitted():
@@ -185,7 +185,7 @@ class BulkService:
     def put(self, caller: Caller, message: pb.StreamMessage) -> None:
         """Receive and store the frames of a put."""
         if caller.guest is not None or caller.session.is_peer:
-            raise PermissionDeniedError("put: only clients of this server put here")
+            raise PermissionDeniedError("put: for clients of this server only")
         request, wire = message.put, caller.wire
         has_begun = False
         try:
@@ -206,7 +206,7 @@ class BulkService:
                 self._refuse(caller, message, error)
                 wire.set_timeout(REFUSED_S, self.clock() + REFUSED_S)
                 wire.drain(REFUSED_BYTES)
-            raise TierUnavailableError("client", "the rest of its put is of no use") from error
+            raise TierUnavailableError("client", "its put failed; the rest is dropped") from error
         most = REASONS_CHARS // max(1, len(results))
         stored = pb.PutResponse(
             outcomes=bytes(one.outcome for one in results),
@@ -223,7 +223,7 @@ class BulkService:
     def _admit(self, caller: Caller, session_id: int, method: str) -> None:
         session = self.sessions.get(caller.session.session_id)
         if session_id != session.session_id:
-            raise UnauthenticatedError("session_id: ask on the connection of your session")
+            raise UnauthenticatedError("session_id: call on the connection of your session")
         self.authorizer.admit_on(session, method)
 
     def _answer(

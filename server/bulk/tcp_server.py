@@ -78,7 +78,7 @@ class BulkServer:
         self._client_threads = config.workers
         self._clock = service.clock
         self._streams: set[Caller] = set()
-        self._strangers: dict[socket.socket, str] = {}
+        self._unattached: dict[socket.socket, str] = {}
         """Address of each, the oldest first."""
         self._back: list[Caller] = []
         """Answered streams to wait on again."""
@@ -110,7 +110,7 @@ class BulkServer:
         os.eventfd_write(self._wakeup, 1)
         self._thread.join()
         with self._lock:
-            for link in self._strangers:
+            for link in self._unattached:
                 hang_up(link)
         self._hellos.shutdown(wait=True)
         with self._lock:
@@ -187,23 +187,23 @@ class BulkServer:
         except OSError:  # it hung up at once
             link.close()
             return
-        strangers, origin = self._strangers, f"stream:{address[0]}"
+        unattached, origin = self._unattached, f"stream:{address[0]}"
         with self._lock:
-            if len(strangers) >= MAX_STRANGERS:
-                counts = Counter(strangers.values())
-                gone = max(strangers, key=lambda one: counts[strangers[one]])
-                del strangers[gone]
+            if len(unattached) >= MAX_STRANGERS:
+                counts = Counter(unattached.values())
+                gone = max(unattached, key=lambda one: counts[unattached[one]])
+                del unattached[gone]
                 hang_up(gone)  # its thread closes it
-            has_room = len(strangers) + len(self._streams) < self._most_streams
-            if has_room:
-                strangers[link] = origin
-        if has_room:
+            has_space = len(unattached) + len(self._streams) < self._most_streams
+            if has_space:
+                unattached[link] = origin
+        if has_space:
             try:
                 self._hellos.submit(self._welcome, link, origin, self._clock() + HELLO_S)
                 return
             except RuntimeError:  # the system refuses a thread
                 with self._lock:
-                    strangers.pop(link, None)
+                    unattached.pop(link, None)
         link.close()
 
     def _sweep(self, waiting: selectors.BaseSelector) -> None:
@@ -253,13 +253,13 @@ class BulkServer:
                 stream = None
         finally:
             with self._lock:
-                self._strangers.pop(link, None)
+                self._unattached.pop(link, None)
         if stream is not None:
             self._wait_again(stream)
 
     def _attached(self, wire: FramedSocket, message: pb.StreamMessage, origin: str) -> Caller:
         if not message.HasField("attach"):
-            raise UnauthenticatedError("say first whose connection it is")
+            raise UnauthenticatedError("attach the connection first")
         attach = message.attach
         session = self.service.sessions.get(attach.session_id)
         guest = attach if attach.key_namespace else None
@@ -268,16 +268,16 @@ class BulkServer:
         is_genuine = is_genuine and (guest is None or session.is_peer)
         if not is_genuine or self.service.is_over(stream):
             raise UnauthenticatedError("token: not this session's; open a session first")
-        self._take_room(stream)
+        self._add_stream(stream)
         return stream
 
-    def _take_room(self, stream: Caller) -> None:
+    def _add_stream(self, stream: Caller) -> None:
         """Check the limits and add the stream in one step, so that none is exceeded."""
         session = stream.session
         most = STREAMS_PER_SESSION if stream.guest is None else GUEST_STREAMS_PER_SESSION
         with self._lock:
-            alike = [one for one in self._streams if one.session is session]
-            if sum((one.guest is None) is (stream.guest is None) for one in alike) >= most:
+            of_session = [one for one in self._streams if one.session is session]
+            if sum((one.guest is None) is (stream.guest is None) for one in of_session) >= most:
                 raise QuotaExceededError("streams_per_session", most, session.client)
             most_clients = min(MAX_CLIENT_STREAMS, self._most_streams // 2)
             is_full = sum(one.is_client for one in self._streams) >= most_clients
@@ -334,7 +334,7 @@ class BulkServer:
         elif kind == "find":
             self.service.find(stream, message)
         elif kind != "cancel":  # a late cancel is ignored
-            raise InvalidRequestError("kind", kind, "ask for gets and puts")
+            raise InvalidRequestError("kind", kind, "send gets and puts")
 
     def _end(self, stream: Caller) -> None:
         """End its get, with the lease, and hang up."""
@@ -371,7 +371,7 @@ def listen(host: str, port: int) -> tuple[socket.socket, str]:
         bound = host.replace("*", _ANY_HOST[0])
         listener = socket.create_server((bound, port), family=family, backlog=_BACKLOG)
     except OSError as error:
-        fix = f"{error.strerror}; is it taken? choose another address"
+        fix = f"{error.strerror}; is it in use? choose another address"
         raise InvalidRequestError("bulk", join_endpoint(host, port), fix) from None
     named = "*" if host in _ANY_HOST else f"[{host}]" if ":" in host else host
     return listener, f"tcp://{named}:{listener.getsockname()[1]}"

@@ -110,8 +110,8 @@ def receive_put(
             continue
         for start in range(0, max(1, size_bytes), STEP_BYTES):
             step_bytes = min(size_bytes - start, STEP_BYTES)
-            room = stream.room(step_bytes)
-            wire.fill(skipped[:step_bytes] if room is None else room)
+            buffer = stream.buffer(step_bytes)
+            wire.fill(skipped[:step_bytes] if buffer is None else buffer)
             stream.landed(step_bytes)
     if frames != message.finish:
         raise InvalidFrameError("frames", message.finish, f"{frames} came")

@@ -209,18 +209,18 @@ class Directory:
             self._counters.add("directory_dropped_words", count)
 
     def _hold(self, key: ChunkKey) -> bool:
-        has_room = key in self._held or len(self._held) < self._limit
-        if not has_room or not self._queue(key):
+        has_space = key in self._held or len(self._held) < self._limit
+        if not has_space or not self._queue(key):
             return False
         self._held[key] = self._clock()
         self._held.move_to_end(key)
         return True
 
     def _queue(self, key: ChunkKey, limit: int = MAX_PENDING) -> bool:
-        has_room = key in self._pending or len(self._pending) < limit
-        if has_room:
+        has_space = key in self._pending or len(self._pending) < limit
+        if has_space:
             self._pending[key] = None
-        return has_room
+        return has_space
 
     def _put_back(self, keys: Sequence[ChunkKey]) -> None:
         """Queue *keys* again, whose updates failed, within half of the limit."""
@@ -239,8 +239,8 @@ class Directory:
         """Renew some entries that Redis lost or that are half of their TTL old."""
         with self._lock:
             due = max(self._lost_at, self._clock() - ENTRY_TTL_S / 2)
-            room = MAX_PENDING - len(self._pending)
-            for _ in range(min(BATCH_UPDATES, len(self._held), room)):
+            left = MAX_PENDING - len(self._pending)
+            for _ in range(min(BATCH_UPDATES, len(self._held), left)):
                 key, announced_at = next(iter(self._held.items()))
                 if announced_at >= due:
                     break
@@ -284,11 +284,11 @@ class Directory:
             work()
         except KVStoreError as error:
             if not self._failure:
-                logger.warning("the node directory cannot be used", reason=str(error))
+                logger.warning("node directory unavailable", reason=str(error))
             self._failure = str(error)
             return
         if self._failure:
-            logger.info("the node directory can be used again")
+            logger.info("node directory available again")
         self._failure = ""
 
     def _beat(self) -> None:
@@ -314,12 +314,12 @@ class Directory:
 
     def _log_state(self, state: MembershipState, rival: NodeAddress | None) -> None:
         if state is MembershipState.known:
-            logger.info("this node is in the directory", node_id=self.me.node_id)
+            logger.info("node joined the directory", node_id=self.me.node_id)
             return
         is_taken = state is MembershipState.taken
         what = "each node another --node-id" if is_taken else "some nodes another --redis-prefix"
         logger.error(
-            "this node stays out of the directory", reason=state.value, node_id=self.me.node_id,
+            "node not in the directory", reason=state.value, node_id=self.me.node_id,
             other=rival.grpc_address if rival else "", fix=f"give {what}",
         )  # fmt: skip
 

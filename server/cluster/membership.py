@@ -157,7 +157,7 @@ class Membership:
                     if found == b"taken":
                         rivals.append(NodeAddress.parse(self._row[0], mine))
                 case _:
-                    fix = "a stranger's answer; see what lies at its hashes"
+                    fix = "unexpected reply; check what is stored at its hashes"
                     raise TierUnavailableError("redis", f"{self._link.url}: {fix}")
         self.living = [one for one in living if one and one.incarnation != self._incarnation]
         # The majority decides: a hash that lost its rows accepts any node.

@@ -64,7 +64,7 @@ def key_metadata(config: Settings, address: str) -> tuple[tuple[str, str], ...] 
     if path is None:
         return None
     if not (config.peer_ca or config.insecure or is_loopback(parse_endpoint(address)[0])):
-        fix = "the key would travel in plain text: give --peer-ca, or --insecure"
+        fix = "the key would be sent in plain text: give --peer-ca, or --insecure"
         raise InvalidRequestError("peer_key", address, fix)
     token = _read("peer_key", path).strip().decode("ascii", "replace")
     if not token.isascii() or not token.isprintable():
@@ -111,7 +111,7 @@ class StreamLink:
         """Connect and attach. Raises TierUnavailableError, DeadlineError, the peer's own errors."""
         session = self.session
         if within_s <= 0:
-            raise DeadlineError(f"{session.bulk_address}: there is no time to connect")
+            raise DeadlineError(f"{session.bulk_address}: no time left to connect")
         deadline = self._clock() + within_s
         wire = connect_wire(session.bulk_address, session.bulk_certificate, deadline, self._clock)
         self._wire, self._is_pending = wire, True
@@ -124,7 +124,7 @@ class StreamLink:
                 raise bulk.error_of(answer.failed)
             if not answer.ready:
                 kind = answer.WhichOneof("body")
-                raise InvalidRequestError("kind", kind, "no answer to attach")
+                raise InvalidRequestError("kind", kind, "not an answer to attach")
             self._is_pending = False
         finally:
             self._close_if_pending()
@@ -201,7 +201,7 @@ class StreamLink:
                     yield arrived + stop
                 arrived += size_bytes
             if arrived not in (0, len(out)):
-                raise InvalidFrameError("frame_bytes", arrived, f"{len(out)} were asked for")
+                raise InvalidFrameError("frame_bytes", arrived, f"{len(out)} were requested")
             is_whole = True
         finally:
             if not is_whole or self.coming is None:
@@ -246,7 +246,7 @@ class StreamLink:
                 raise
             raise LeaseExpiredError(str(error)) from None
         if message.request != self._requests:
-            raise InvalidFrameError("request", message.request, f"{self._requests} was asked")
+            raise InvalidFrameError("request", message.request, f"{self._requests} was requested")
         if message.HasField("failed"):
             self._is_pending = False
             raise bulk.error_of(message.failed)
@@ -256,13 +256,13 @@ class StreamLink:
         """Raise InvalidFrameError unless *answer* continues the frame at byte *at*."""
         if not answer.HasField("part"):
             kind = answer.WhichOneof("body")
-            raise InvalidFrameError("kind", kind, "not an answer to what was asked")
+            raise InvalidFrameError("kind", kind, "not an answer to the request")
         part, wanted = answer.part, self._wanted[self._at].size_bytes
         if part.frame_bytes != wanted:
             raise InvalidFrameError("frame_bytes", part.frame_bytes, f"{wanted}")
         is_next = (part.index, part.offset) == (self._at, at)
         if not is_next or not size_bytes or at + size_bytes > end:
-            raise InvalidFrameError("offset", (part.index, part.offset), f"{at} was to follow")
+            raise InvalidFrameError("offset", (part.index, part.offset), f"expected {at}")
 
     def _close_if_pending(self) -> None:
         if self._is_pending:

@@ -327,7 +327,7 @@ class Peers:
         except (InvalidRequestError, TierUnavailableError) as error:
             peer.breaker.fail(str(error))
             log = logger.warning if isinstance(error, InvalidRequestError) else logger.debug
-            log("peer cannot be used", peer=peer.address, reason=str(error))
+            log("peer unavailable", peer=peer.address, reason=str(error))
 
     # --- finding
 
@@ -360,8 +360,8 @@ class Peers:
             for node in nodes:
                 if node.incarnation not in of_nodes:
                     peer = self._peer_of(node)
-                    has_room = peer in wanted or len(wanted) < MAX_QUERIED_PEERS
-                    is_used = peer.is_up and has_room and peer not in self._static
+                    has_space = peer in wanted or len(wanted) < MAX_QUERIED_PEERS
+                    is_used = peer.is_up and has_space and peer not in self._static
                     of_nodes[node.incarnation] = wanted.setdefault(peer, []) if is_used else []
                 of_node = of_nodes[node.incarnation]
                 if of_node[-1:] != [key]:

@@ -242,7 +242,7 @@ class AccessHistory:
         """
         time_s, rows = self.time_s(now_s), self._known(rows)
         if len(rows):
-            self._ask(rows, min(chunks, _MOST_CHUNKS), time_s)
+            self._record(rows, min(chunks, _MOST_CHUNKS), time_s)
         self._requests += 1
         self._chunks += chunks
         since = self._requests - self._refreshed_at
@@ -270,7 +270,7 @@ class AccessHistory:
             rows = rows[hits > 0]
         return _distinct(rows)
 
-    def _ask(self, rows: Rows, chunks: int, time_s: float) -> None:
+    def _record(self, rows: Rows, chunks: int, time_s: float) -> None:
         last = rows.item(-1)
         is_next = 1 < len(rows) >= self.chunks.item(last) - 1
         turn = min(self.turns.item(last) + 1, _MOST) if is_next else 0
@@ -306,9 +306,9 @@ class AccessHistory:
                 self.hint(rows[known], facts.reuse)
             fresh = rows[~known]
         if len(fresh):
-            self._meet(_distinct(fresh), parent, facts, time_s)
+            self._track(_distinct(fresh), parent, facts, time_s)
 
-    def _meet(self, rows: Rows, parent: int, facts: InsertInfo, time_s: float) -> None:
+    def _track(self, rows: Rows, parent: int, facts: InsertInfo, time_s: float) -> None:
         """Begin to track chunks in the context of *parent*."""
         kinds, turn = self.kinds, self.turns.item(parent)
         own = 0

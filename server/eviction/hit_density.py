@@ -199,8 +199,8 @@ class HitDensityEviction(LruEviction):
     # --- events
 
     @override
-    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
-        super()._came(rows, size_bytes, now_s)
+    def _inserted(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        super()._inserted(rows, size_bytes, now_s)
         np.frombuffer(self._worth, np.float32)[rows] = 1.0 / max(size_bytes, 1)
         last = int(rows[-1])
         parent = self._parents[last]

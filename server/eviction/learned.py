@@ -69,7 +69,7 @@ class StumpScorer:
         except (ValueError, TypeError, LookupError, AttributeError, RecursionError) as error:
             raise InvalidRequestError("weights", text[:40], f"a JSON object ({error})") from None
         if not is_whole or kind != (VERSION, FEATURES):
-            raise InvalidRequestError("weights", kind, "as the trainer wrote them")
+            raise InvalidRequestError("weights", kind, "use weights written by the trainer")
         return cls(stumps)
 
 
@@ -125,8 +125,8 @@ class LearnedEviction(LruEviction):
         self._costs: array[float] = self._columns.add("f")
 
     @override
-    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
-        super()._came(rows, size_bytes, now_s)
+    def _inserted(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        super()._inserted(rows, size_bytes, now_s)
         for row in rows.tolist():
             # A chunk that came back has hits in the history; with one hit the row is reused.
             if self._history.hits_of(row) < 2 or not self._uses[row]:

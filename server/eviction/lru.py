@@ -185,8 +185,8 @@ class LruEviction(EvictionPolicy):
 
     All other policies keep this tree too. Leaves are queued by their last use, in one queue, or for
     a subclass in the queue that ``_kind`` returns, below *kinds*. Every event calls its hooks, each
-    once: ``_came``, then ``_add_leaf`` if nothing continues the chunk; ``_use``; ``_drop_leaf``
-    if it is a leaf, then ``_gone``. An event costs O(1), or O(log n) of the late leaves of its
+    once: ``_inserted``, then ``_add_leaf`` if nothing continues the chunk; ``_use``; ``_drop_leaf``
+    if it is a leaf, then ``_removed``. An event costs O(1), or O(log n) of the late leaves of its
     queue. 27 bytes a row, in columns.
     """
 
@@ -212,7 +212,7 @@ class LruEviction(EvictionPolicy):
     def _extend(self, rows: int) -> None:
         """The columns have grown to *rows* places."""
 
-    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+    def _inserted(self, rows: Rows, size_bytes: int, now_s: float) -> None:
         """A chain of chunks was added; their ``_parents`` are set."""
         self._stamp(rows)
 
@@ -237,7 +237,7 @@ class LruEviction(EvictionPolicy):
             self._queues.append(row, self._kind(row))
         self._stamp(rows)
 
-    def _gone(self, row: int) -> None:
+    def _removed(self, row: int) -> None:
         """A chunk was removed."""
 
     def _stamp(self, rows: Rows) -> None:
@@ -275,7 +275,7 @@ class LruEviction(EvictionPolicy):
         self._count += 1
         self._here[row] = 1
         self._parents[row] = parent
-        self._came(np.array([row]), size_bytes, now_s)
+        self._inserted(np.array([row]), size_bytes, now_s)
         if not self._children[row]:
             self._add_leaf(row)
         if parent:
@@ -308,7 +308,7 @@ class LruEviction(EvictionPolicy):
             before = row
         children[before] = 0
         self._count += len(rows)
-        self._came(rows, size_bytes, now_s)
+        self._inserted(rows, size_bytes, now_s)
         self._add_leaf(before)
         if parent:
             self._adopt(parent)
@@ -335,7 +335,7 @@ class LruEviction(EvictionPolicy):
             self._drop_leaf(row)
         here[row] = 0
         self._count -= 1
-        self._gone(row)
+        self._removed(row)
         parent = self._parents[row]
         if not parent:
             return

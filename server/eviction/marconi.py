@@ -225,8 +225,8 @@ class ScoredEviction(LruEviction):
         return self._kinds[row]
 
     @override
-    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
-        super()._came(rows, size_bytes, now_s)
+    def _inserted(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        super()._inserted(rows, size_bytes, now_s)
         for row in rows.tolist():
             self._sizes[row] = size_bytes
             self._kinds[row] = self._kind_of(row, size_bytes)
@@ -306,15 +306,15 @@ class MarconiEviction(ScoredEviction):
         self._tuner = AlphaTuner() if alpha is None else None
 
     @override
-    def _came(self, rows: Rows, size_bytes: int, now_s: float) -> None:
-        super()._came(rows, size_bytes, now_s)
+    def _inserted(self, rows: Rows, size_bytes: int, now_s: float) -> None:
+        super()._inserted(rows, size_bytes, now_s)
         self._bytes += size_bytes * len(rows)
         if self._tuner is not None:
             for row in rows.tolist():
                 self._tuner.stored(self._parents[row], row, size_bytes, self._kinds[row])
 
     @override
-    def _gone(self, row: int) -> None:
+    def _removed(self, row: int) -> None:
         if self._tuner is not None:
             self._tuner.evicting(self._bytes)
         self._bytes -= self._sizes[row]

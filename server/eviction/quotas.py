@@ -163,9 +163,9 @@ class PartitionedEviction(EvictionPolicy):
     def with_quota(self, number: int, quota: Quota) -> tuple[Quota, ...]:
         """Return ``quotas`` with another. Raises InvalidRequestError over the tier's capacity."""
         quotas = (*self.quotas[:number], quota, *self.quotas[number + 1 :])
-        sure = sum(one.guaranteed_bytes for one in quotas)
-        if sure > self._capacity_bytes:
-            fix = f"at most {self._capacity_bytes - sure + quota.guaranteed_bytes} are left"
+        guaranteed = sum(one.guaranteed_bytes for one in quotas)
+        if guaranteed > self._capacity_bytes:
+            fix = f"at most {self._capacity_bytes - guaranteed + quota.guaranteed_bytes} are left"
             raise InvalidRequestError("guaranteed_bytes", quota.guaranteed_bytes, fix)
         return quotas
 

@@ -78,10 +78,10 @@ class AgeSlots:
                 merged[at] += np.add.reduce(counts[slot + 1 : until], axis=0, dtype=np.int32)
         self._starts_s, self._counts = starts_s[kept], merged
 
-    def add(self, classes: Classes, came_s: Floats, change: int) -> None:
+    def add(self, classes: Classes, arrived_s: Floats, change: int) -> None:
         """Add members by arrival time (*change* 1), or remove them (-1)."""
         self._widen(int(classes.max(initial=0)) + 1)
-        slots = np.searchsorted(self._starts_s, came_s, side="right") - 1
+        slots = np.searchsorted(self._starts_s, arrived_s, side="right") - 1
         places = slots * self._counts.shape[1]
         places += classes
         # A flat index: numpy adds several times faster than with two.
@@ -218,8 +218,8 @@ class DensityTable:
         """Chunks forgotten while they waited, by age."""
         self.waiting = AgeSlots()
         self._turn = 0
-        self._came: list[Noted] = []
-        self._asked_for: list[Noted] = []
+        self._arrived: list[Noted] = []
+        self._requested: list[Noted] = []
         self._lost: list[Noted] = []
         self._moved: list[tuple[Classes, Classes, Floats]] = []
         self._noted = 0
@@ -239,12 +239,12 @@ class DensityTable:
 
     def wait(self, classes: Classes, now_s: float) -> None:
         """Record chunks that begin to wait."""
-        self._came.append((classes, _NO_TIMES, now_s))
+        self._arrived.append((classes, _NO_TIMES, now_s))
         self._note(len(classes), now_s)
 
     def requested(self, classes: Classes, since_s: Floats, now_s: float) -> None:
         """Record requests for chunks that waited since *since_s*, which ends their wait."""
-        self._asked_for.append((classes, since_s, now_s))
+        self._requested.append((classes, since_s, now_s))
         self._note(len(classes), now_s)
 
     def forgotten(self, classes: Classes, since_s: Floats, now_s: float) -> None:
@@ -266,12 +266,12 @@ class DensityTable:
         """Count the buffered events."""
         waiting = self.waiting
         waiting.open(now_s)
-        came, _, came_s = _joined(self._came)
-        waiting.add(came, came_s, 1)
+        arrived, _, arrived_s = _joined(self._arrived)
+        waiting.add(arrived, arrived_s, 1)
         for classes, others, since_s in self._moved:
             waiting.add(classes, since_s, -1)
             waiting.add(others, since_s, 1)
-        for ended, counts in ((self._asked_for, self._asked), (self._lost, self._forgotten)):
+        for ended, counts in ((self._requested, self._asked), (self._lost, self._forgotten)):
             left, since_s, left_s = _joined(ended)
             waiting.add(left, since_s, -1)
             places = bins_of(left_s - since_s)

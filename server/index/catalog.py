@@ -152,7 +152,7 @@ class Catalog:
                 self.orphans[tier].add(key)
         return known
 
-    def cast_out(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
+    def drop_copy(self, tier: str, key: ChunkKey, *, even_if_held: bool = True) -> bool:
         """Make a copy an orphan until ``purged``. False if there is none, or it is held."""
         with self._lock:
             if not even_if_held and self._holds.is_held(key):
@@ -160,7 +160,7 @@ class Catalog:
             return self._forget(tier, key, to_orphans=True)
 
     def leave(self, tier: str, key: ChunkKey, other: str) -> bool:
-        """As ``cast_out``, if *other* has a copy and the chunk is not held or being evicted."""
+        """As ``drop_copy``, if *other* has a copy and the chunk is not held or being evicted."""
         with self._lock:
             if other not in self._index.holders(self._index.row(key)) or self.eviction.stays(key):
                 return False
@@ -289,8 +289,8 @@ class Catalog:
             row = self._index.row(keys[at])
             return is_coming(keys[at]) or (row != NO_ROW and not is_expired(row, now_s))
 
-        beside = list(takewhile(follows, range(known, len(keys))))
-        return len(beside) if any(is_coming(keys[at]) for at in beside) else 0
+        run = list(takewhile(follows, range(known, len(keys))))
+        return len(run) if any(is_coming(keys[at]) for at in run) else 0
 
     def _choose(
         self, rows: Rows, least: Accuracy, tiers: Sequence[str | None]
@@ -381,12 +381,12 @@ class Catalog:
             return keys
 
     def hold(self, key: ChunkKey) -> dict[str, ChunkInfo]:
-        """Keep *key* from eviction while it is moved; return its copies. Pair with ``let_go``."""
+        """Hold *key* while it is moved; return its copies. Pair with ``release_hold``."""
         with self._lock:
             self._holds.leases.pin(key)
             return self._index.copies(self._index.row(key))
 
-    def let_go(self, key: ChunkKey) -> None:
+    def release_hold(self, key: ChunkKey) -> None:
         """Undo one ``hold``."""
         with self._lock:
             self._holds.leases.unpin(key)

@@ -294,11 +294,11 @@ class ChunkIndex:
                 self._wholes[above] -= 1
             self.evicted.append(row)
             if above:
-                self._let_go(above)
+                self._release(above)
             self._forget_evicted()
         return True
 
-    def _let_go(self, row: int) -> None:
+    def _release(self, row: int) -> None:
         self._uses[row] -= 1
         if not self._uses[row]:
             self._marks[row] = 0
@@ -316,7 +316,7 @@ class ChunkIndex:
         self._on_forget(np.array(rows, np.intp))
         for row in rows:
             self.evicted.remove(row)
-            self._let_go(row)
+            self._release(row)
 
     def add_evicted(self, key: ChunkKey) -> int:
         """Add a chunk as the latest ghost; return its row, NO_ROW if known or at the limit."""

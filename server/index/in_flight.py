@@ -10,17 +10,20 @@ from typing import NamedTuple
 from kvstore.proto.types import Accuracy, ChunkKey, KVLayout
 from kvstore.server.index.access_log import CatalogState
 from kvstore.server.index.hints import NEVER
+from kvstore.server.security.sessions import SPARED_SHARE
 
 MAX_ANNOUNCEMENTS = 1024
 MAX_ANNOUNCED_CHUNKS = 1 << 16
-"""Limit of announced chunks; further announcements are ignored."""
+"""Limit of announced chunks; further announcements are ignored. The last 1/SPARED_SHARE of both
+limits is for tenants that have less."""
 
 
 class Announcement(NamedTuple):
-    """The session that announced chunks, and the expiry in seconds on the clock."""
+    """The session that announced chunks, its tenant, and the expiry in seconds on the clock."""
 
     session_id: int
     until: float
+    tenant: str
 
 
 class InFlightPuts:
@@ -74,7 +77,9 @@ class InFlightPuts:
 
     # --- announcements
 
-    def announce(self, session_id: int, keys: Sequence[ChunkKey], ttl_s: float) -> int:
+    def announce(
+        self, session_id: int, keys: Sequence[ChunkKey], ttl_s: float, tenant: str = ""
+    ) -> int:
         """Announce *keys* for *ttl_s*, or withdraw them with 0; return how many changed."""
         with self._state.lock:
             known = self.announced
@@ -85,10 +90,12 @@ class InFlightPuts:
                 self._arrived.notify_all()
                 return len(ours)
             absent = [key for key in keys if not self._index.row(key)]
-            new = set(absent[: max(0, MAX_ANNOUNCED_CHUNKS - len(known))]) - known.keys()
-            if not new or len(self._chunks) >= MAX_ANNOUNCEMENTS:
+            held = [len(chunks) for one, chunks in self._chunks.items() if one.tenant == tenant]
+            room = _room(MAX_ANNOUNCED_CHUNKS, len(known), sum(held))
+            new = set(absent[:room]) - known.keys()
+            if not new or not _room(MAX_ANNOUNCEMENTS, len(self._chunks), len(held)):
                 return 0
-            announcement = Announcement(session_id, self._state.clock() + ttl_s)
+            announcement = Announcement(session_id, self._state.clock() + ttl_s, tenant)
             known.update(dict.fromkeys(new, announcement))
             self._chunks.setdefault(announcement, set()).update(new)
             return len(new)
@@ -136,3 +143,9 @@ class InFlightPuts:
     def is_coming(self, key: ChunkKey) -> bool:
         """Whether the chunk is being put, or announced. Under the lock."""
         return key in self.writers or key in self.announced
+
+
+def _room(limit: int, used: int, held: int) -> int:
+    """Return how much more of *limit* may be taken by the tenant that has *held* of the *used*."""
+    spared = limit // SPARED_SHARE
+    return max(0, limit - spared - used, min(limit - used, spared - held))

@@ -6,7 +6,7 @@ They do not count as uses of a chunk.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
@@ -104,8 +104,8 @@ class CatalogQueries:
 
     def page(
         self, space: Namespace, after: bytes = b"", prefix: bytes = b"", limit: int = 0
-    ) -> list[ChunkDetails]:
-        """Return chunks of a namespace in order of digest, at most *limit* unless 0.
+    ) -> Iterator[ChunkDetails]:
+        """Yield chunks of a namespace in order of digest, at most *limit* unless 0.
 
         Only digests after *after* that begin with *prefix*. Chunks added or removed meanwhile may
         be missing.
@@ -114,7 +114,7 @@ class CatalogQueries:
         if after:
             keys = [key for key in keys if key[DIGEST_BYTES:] > after]
         found = (held for held in map(self.details, keys) if held is not None)
-        return list(islice(found, limit or None))
+        return islice(found, limit or None)
 
     def keys_from(self, start: bytes) -> list[ChunkKey]:
         """Return the keys of chunks with a copy that begin with *start*, in order."""

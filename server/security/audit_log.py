@@ -64,8 +64,7 @@ class AuditLog:
         try:
             self._file: BinaryIO = _open(path)
         except OSError as error:
-            fix = f"{error.strerror}; name a file that this user can write"
-            raise InvalidRequestError("audit_log", str(path), fix) from None
+            raise _refusal(path, error) from None
         self._thread = Thread(target=self._run, name="audit-log", daemon=True)
         self._thread.start()
 
@@ -93,7 +92,8 @@ class AuditLog:
                 logger.error("audit log cannot be written", reason=str(error), lost=1)
                 with self._lock:
                     self._lost += lost + 1
-        self._file.close()
+        with suppress(OSError):  # logged when the lines could not be flushed
+            self._file.close()
 
     def _write(self, at_s: float, event: Event, lost: int) -> None:
         if self._file.tell() >= self._file_bytes:
@@ -107,13 +107,15 @@ class AuditLog:
             self._file.flush()
 
     def _turn_over(self) -> None:
-        self._file.close()
-        for number in range(KEPT_FILES - 1, 1, -1):
-            older = _aside(self._path, number - 1)
-            if older.exists():
-                older.replace(_aside(self._path, number))
-        self._path.replace(_aside(self._path, 1))
-        self._file = _open(self._path)
+        self._file.flush()  # a close that fails would drop the lines
+        if self._path.exists():  # otherwise the new file could not be opened the last time
+            for number in range(KEPT_FILES - 1, 1, -1):
+                older = _aside(self._path, number - 1)
+                if older.exists():
+                    older.replace(_aside(self._path, number))
+            self._path.replace(_aside(self._path, 1))
+        before, self._file = self._file, _open(self._path)
+        before.close()
 
 
 def chained(before: str, fields: dict[str, object]) -> tuple[bytes, str]:
@@ -145,7 +147,7 @@ def read_chain(paths: list[Path]) -> Iterator[tuple[dict[str, object], str]]:
             for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES), b""), 1):
                 fields, digest = _parsed(line, f"{path}:{number}")
                 if before is not None and fields["before"] != before:
-                    fix = "does not follow the line before it: lines were cut out or put in"
+                    fix = "does not follow the line before it: lines were removed or inserted"
                     raise InvalidRequestError("audit_log", f"{path}:{number}", fix)
                 before = digest
                 yield fields, digest
@@ -157,12 +159,17 @@ def _parsed(line: bytes, where: str) -> tuple[dict[str, object], str]:
         digest = str(fields.pop("hash"))
         expected = chained(str(fields.pop("before")), fields)
         if expected != (line, digest):
-            raise ValueError("its hash is another")
+            raise ValueError("its hash differs")
         fields = json.loads(line)
     except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
-        fix = f"was changed, or is no line of an audit log ({error})"
+        fix = f"was changed, or is not a line of an audit log ({error})"
         raise InvalidRequestError("audit_log", where, fix) from None
     return fields, digest
+
+
+def _refusal(path: Path, error: OSError) -> InvalidRequestError:
+    fix = f"{error.strerror}; name a file that this user can write"
+    return InvalidRequestError("audit_log", str(path), fix)
 
 
 def _end_of(path: Path) -> tuple[str, int]:
@@ -181,5 +188,5 @@ def _end_of(path: Path) -> tuple[str, int]:
                 fields, digest = _parsed(lines[-1], str(one))
                 return digest, int(str(fields["n"])) + 1
     except OSError as error:
-        raise InvalidRequestError("audit_log", str(path), f"{error.strerror}") from None
+        raise _refusal(path, error) from None
     return FIRST, 0

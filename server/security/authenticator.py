@@ -38,7 +38,7 @@ MAX_LIFE_S = 366 * 86_400
 MAX_SUBJECT_CHARS = 256
 
 _PEM_END = b"-----END PUBLIC KEY-----"
-_REFUSED = "the token is not one of this server's callers"
+_REFUSED = "the token is not valid on this server"
 
 
 class JwtVerifier:
@@ -84,13 +84,13 @@ class JwtVerifier:
             roles, tenant = claims.get("roles"), claims.get("tenant")
             roles = roles.split() if isinstance(roles, str) else roles
             if not isinstance(roles, list) or not isinstance(tenant, str):
-                raise UnauthenticatedError("the token does not say tenant and roles")
+                raise UnauthenticatedError("the token has no claims tenant and roles")
             try:
                 name = f"jwt:{check_text('sub', claims['sub'], MAX_SUBJECT_CHARS)}"
                 until = float(claims["exp"]) + LEEWAY_S
                 return Principal(name, tenant, frozenset(map(str, roles)), until, proof)
             except (InvalidRequestError, OverflowError) as error:
-                raise UnauthenticatedError(f"the token's claims cannot be: {error}") from None
+                raise UnauthenticatedError(f"the token's claims are invalid: {error}") from None
         raise UnauthenticatedError(_REFUSED)
 
 
@@ -106,7 +106,7 @@ def _prepared(key: bytes, algorithm: str) -> Any:
         fix = f"no key for {algorithm}: {error}"
         raise InvalidRequestError("jwt_key", algorithm, fix) from None
     if hasattr(prepared, "private_bytes"):
-        fix = "give the public key alone; the private one signs, and is not for servers"
+        fix = "give the public key only; the private one signs, and is not for servers"
         raise InvalidRequestError("jwt_key", algorithm, fix)
     return prepared
 
@@ -144,20 +144,20 @@ class Authenticator:
             raise UnauthenticatedError("the certificate was revoked; get another")
         values = [value for name, value in metadata if name == HEADER]
         if len(values) > 1:
-            raise UnauthenticatedError("bring one token")
+            raise UnauthenticatedError("send only one token")
         if values:
             found = self._of_token(str(values[0]))
         elif pem is None or not self._takes_certificates:
-            raise UnauthenticatedError("bring a token: an API key or a JWT")
+            raise UnauthenticatedError("authentication required: send a token, an API key or a JWT")
         else:
             found = principal_of_certificate(pem)
         if found.expires_at <= self._wall_clock():
-            raise UnauthenticatedError("what you bring has expired; get another")
+            raise UnauthenticatedError("the credentials have expired; get new ones")
         return found
 
     def _of_token(self, value: str) -> Principal:
         if not value.startswith(SCHEME):
-            raise UnauthenticatedError("bring the token as: Bearer TOKEN")
+            raise UnauthenticatedError("send the token as: Bearer TOKEN")
         token = value.removeprefix(SCHEME)
         if self._keys is not None and token.startswith("kvs_"):
             found = self._keys.value.principal_of(token)
@@ -165,10 +165,10 @@ class Authenticator:
                 raise UnauthenticatedError("the API key is unknown or was revoked")
             return found
         if self._verifier is None:
-            raise UnauthenticatedError("the token is not one that this server takes")
+            raise UnauthenticatedError("this server accepts no such token")
         known = self._verifier.value.principal_of(token)
         if known.expires_at > self._wall_clock() + MAX_LIFE_S:
-            raise UnauthenticatedError("the token is good for over a year; get a shorter one")
+            raise UnauthenticatedError("the token is valid for over a year; get a shorter one")
         return known
 
     def refresh(self) -> bool:

@@ -134,7 +134,7 @@ class Authorizer:
         if request is not None and name in _WIDE and _is_of_others(name, request, principal.tenant):
             role = "admin"
         if role != ANY and role not in principal.roles:
-            raise PermissionDeniedError(f"{name}: {principal.name} has not the role {role!r}")
+            raise PermissionDeniedError(f"{name}: {principal.name} lacks the role {role!r}")
         if request is None:
             return None
         session_id = getattr(request, "session_id", 0)
@@ -149,7 +149,9 @@ class Authorizer:
         """Check a call on *session*. Raises PermissionDeniedError or QuotaExceededError."""
         role = role_for(method)
         if role != ANY and role not in session.roles:
-            raise PermissionDeniedError(f"{method.rpartition('/')[2]}: this session may not {role}")
+            raise PermissionDeniedError(
+                f"{method.rpartition('/')[2]}: this session lacks role {role}"
+            )
         if is_counted and self.limits.by_tenant:
             self.limits.take_request(session.owner.tenant)
 

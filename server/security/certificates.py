@@ -63,7 +63,7 @@ def parse_revocations(data: bytes, authorities: bytes) -> Revocations:
         pieces = data.split(_END)
         lists = [x509.load_pem_x509_crl(piece + _END) for piece in pieces[:-1]]
     except ValueError as error:
-        raise _refused("...", f"is no PEM that can be read: {error}") from None
+        raise _refused("...", f"is not valid PEM: {error}") from None
     if not 0 < len(lists) <= MAX_LISTS or pieces[-1].strip():
         raise _refused(len(lists), f"give 1 to {MAX_LISTS} lists in PEM and nothing else")
     for one in lists:
@@ -128,7 +128,7 @@ def checked_pair(cert: bytes, key: bytes, *client_ca: bytes) -> tuple[bytes, ...
         for authorities in client_ca:
             x509.load_pem_x509_certificates(authorities)
     except (ValueError, TypeError) as error:
-        raise InvalidRequestError(field, "...", f"is no PEM that can be read: {error}") from None
+        raise InvalidRequestError(field, "...", f"is not valid PEM: {error}") from None
     if own != other:
         raise InvalidRequestError("tls_key", "...", "is not the key of tls_cert")
     return cert, key, *client_ca
@@ -157,7 +157,7 @@ def principal_of_certificate(pem: bytes) -> Principal:
         proof = proof_of_certificate(pem)
         return Principal(f"cert:{names[0]}", tenants[0], roles, until, proof)
     except InvalidRequestError as error:
-        raise UnauthenticatedError(f"the certificate's subject cannot be: {error}") from None
+        raise UnauthenticatedError(f"the certificate's subject is invalid: {error}") from None
 
 
 def _named(certificate: x509.Certificate, oid: x509.ObjectIdentifier) -> list[str]:

@@ -144,7 +144,7 @@ def _parsed(kind: type[R], data: bytes, field: str, command: str) -> list[R]:
         try:
             rows += [kind.model_validate_json(line)] if line.strip() else []
         except ValidationError as error:
-            fix = f"is no key ({error.errors()[0]['msg']}); make one with {command}"
+            fix = f"is not a key ({error.errors()[0]['msg']}); make one with {command}"
             raise InvalidRequestError(field, f"line {number}", fix) from None
     return rows
 
@@ -209,7 +209,7 @@ class WatchedFile(Generic[T]):
                     return False
                 self._seen = [None]  # reload the file when it returns
                 self.value = self._gone()
-                what = "a file of keys was deleted: all of its keys are revoked"
+                what = "key file deleted: all of its keys are revoked"
                 logger.error(what, files=self._paths)
                 return True
             self._misses = 0
@@ -219,7 +219,7 @@ class WatchedFile(Generic[T]):
             try:
                 self.value = self._parse(*map(read_guarded, self._paths))
             except InvalidRequestError as error:
-                logger.error("kept what was there before", reason=str(error))
+                logger.error("invalid file: the last valid version stays in use", reason=str(error))
                 return False
             return True
 

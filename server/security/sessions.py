@@ -85,7 +85,7 @@ _NO_MODEL = (
 
 @dataclass(slots=True, eq=False)
 class Session:
-    """The session of one engine process. ``heard_at`` is in seconds on the clock.
+    """The session of one engine process. ``active_at`` is in seconds on the clock.
 
     Only ``owner``, who opened it, may use it, with ``roles`` for the chunks of ``tenant``.
     """
@@ -97,7 +97,7 @@ class Session:
     namespace: Namespace
     representation_digest: bytes
     attach_token: bytes
-    heard_at: float
+    active_at: float
     owner: Principal = ANYBODY
     roles: frozenset[str] = ROLES
     is_attached: bool = False
@@ -191,7 +191,7 @@ class SessionTable:
         session = Session(session_id, tenant, client, *model, token, now, opened_at=now, **terms)
         with self._lock:
             if self.is_draining:
-                raise ShuttingDownError("the server drains; no new sessions")
+                raise ShuttingDownError("the server is draining; no new sessions")
             if len(self.by_id) >= self.limit:
                 raise QuotaExceededError("max_sessions", self.limit, "this server")
             spared = self.limit // SPARED_SHARE
@@ -221,7 +221,7 @@ class SessionTable:
                 f"session_id={session_id}: closed, expired or of an earlier start; open a session"
             )
         if owner is None:
-            session.heard_at = self._clock()
+            session.active_at = self._clock()
         return session
 
     def close_unless(self, holds: Callable[[Principal], bool]) -> int:
@@ -260,7 +260,7 @@ class SessionTable:
         """End the sessions that were idle for longer than their TTL. Return how many."""
         oldest = self._clock() - self.ttl_ms / 1000
         with self._lock:
-            silent = [s for s in self.by_id.values() if s.heard_at < oldest]
+            silent = [s for s in self.by_id.values() if s.active_at < oldest]
         return sum(self.close(one.session_id) for one in silent if not one.is_attached)
 
     def drain(self) -> None:

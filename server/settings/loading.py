@@ -29,7 +29,7 @@ REPLACED = {
     "cpu_codec": "frames in memory are raw",
     "disk_codec": "give --codec disk=CODEC",
     "redis_codec": "give --codec redis=CODEC",
-    "disk_write": "give --write RULE, or --write disk=RULE for the disk alone",
+    "disk_write": "give --write RULE, or --write disk=RULE for disk only",
     "redis_write": "give --write redis=RULE",
     "disk_write_budget": "give --write-budget disk=SIZE",
     "redis_write_budget": "give --write-budget redis=SIZE",
@@ -58,13 +58,13 @@ _FROM_COMMANDS = {"KVSTORE_ADDRESS", "KVSTORE_TOKEN_FILE", "KVSTORE_CA"}
 """Read by the kvstore command only."""
 _NAME = re.compile(r"[A-Za-z0-9_.-]{1,128}")
 _GROUPS = {
-    "tiers": "the ten that matter first",
+    "tiers": "main settings",
     "gpu": "tiers",
-    "codec": "what is stored, and how",
+    "codec": "storage",
     "tenant_quotas": "tenants",
     "socket_path": "addresses",
-    "peers": "other servers",
-    "tls_client_ca": "who may call",
+    "peers": "peers",
+    "tls_client_ca": "authentication",
     "blend_contents": "blending",
     "max_frame_bytes": "limits",
     "log_format": "logs",
@@ -119,7 +119,7 @@ def _by_full_name(given: Iterable[tuple[str, str, object]]) -> dict[str, Given]:
     for name, spelling, value in given:
         full = SHORT_NAMES.get(name, name)
         if full in found:
-            fix = f"is {found[full][0]} too; give one of the two"
+            fix = f"is also given as {found[full][0]}; give one of them"
             raise InvalidRequestError(spelling, "***", fix)
         found[full] = spelling, value
     return found
@@ -147,7 +147,7 @@ def _fix(word: str, parser: argparse.ArgumentParser) -> str:
     named = word.partition("=")[0].lstrip("-")
     successor = REPLACED.get(named.replace("-", "_"))
     if successor is not None:
-        return f"there is no such flag any more; {successor}"
+        return f"this flag was removed; {successor}"
     names = [flag.lstrip("-") for action in parser._actions for flag in action.option_strings]
     close = get_close_matches(named, names, n=1)
     meant = f"did you mean --{close[0]}? " if close else ""
@@ -165,9 +165,9 @@ def _parser(fields: Mapping[str, FieldInfo], shows_all: bool) -> argparse.Argume
     rest = f"Limits are {limits}." if shows_all else "--help-all lists every setting."
     parser = argparse.ArgumentParser(
         "kvstore-server",
-        description="Keep the KV cache of the engines on this node.",
+        description="Serve the KV cache of the engines on this node.",
         epilog="Each setting can also come from the environment (KVSTORE_CPU_SIZE=8GiB) or the"
-        " YAML file (cpu_size: 8GiB). Flags win over the environment, which wins over the file."
+        " YAML file (cpu_size: 8GiB). Flags override the environment, which overrides the file."
         f" {rest}",
         allow_abbrev=False,
         exit_on_error=False,
@@ -231,6 +231,10 @@ def _refusal(
     return InvalidRequestError(field, value, "\n".join([fix, *rest]))
 
 
+_CHARACTERS = re.compile(r"\^\[(.+)\]\{1,(\d+)\}\$")
+"""The form of the patterns of settings."""
+
+
 def _fix_of(item: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
     kind = item["type"]
     if kind == "value_error":
@@ -238,7 +242,7 @@ def _fix_of(item: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
     if kind == "extra_forbidden":
         name = str(item["loc"][0])
         if name in REPLACED:
-            return f"there is no such setting any more; {REPLACED[name]}"
+            return f"this setting was removed; {REPLACED[name]}"
         kind = "limit" if name == "limits" else "setting"
         known = Limits.model_fields if name == "limits" else known
         close = get_close_matches(str(item["loc"][-1]), known, n=1)
@@ -248,6 +252,8 @@ def _fix_of(item: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
         return "give a whole number"
     if kind.startswith("bool_"):
         return "give true or false"
+    if kind == "string_pattern_mismatch":
+        return _CHARACTERS.sub(r"give 1 to \2 of the characters \1", item["ctx"]["pattern"])
     return item["msg"].replace("Input should be", "it must be")
 
 

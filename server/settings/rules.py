@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -202,7 +203,7 @@ def checked_codec(name: object) -> str:
         return name
     plain, colon, terms = name.partition(":")
     if plain in REPLACED_CODECS:
-        raise ValueError(f"{plain} is gone; use {REPLACED_CODECS[plain]}")
+        raise ValueError(f"{plain} was removed; use {REPLACED_CODECS[plain]}")
     if plain not in CODECS:
         raise ValueError(f"unknown codec; use {AUTO} or one of {', '.join(CODECS)}")
     if colon:
@@ -312,7 +313,7 @@ class TenantLimit(Rule):
     @model_validator(mode="after")
     def _check(self) -> TenantLimit:
         if self.tenant == EVERY_OTHER and self.chunks:
-            raise ValueError("chunks are counted for tenants that are named; give *=0:RATE:LEASES")
+            raise ValueError("chunks are only limited for named tenants; give *=0:RATE:LEASES")
         return self
 
 
@@ -410,8 +411,11 @@ def _disk_texts(value: object) -> object:
 
 
 def _apart(folders: tuple[DiskFolder, ...]) -> tuple[DiskFolder, ...]:
-    if len({os.path.realpath(folder.path) for folder in folders}) < len(folders):
+    paths = [Path(os.path.realpath(folder.path)) for folder in folders]
+    if len(set(paths)) < len(paths):
         raise ValueError("name each folder once")
+    if any(one in other.parents for one in paths for other in paths):
+        raise ValueError("a folder is inside another: name folders apart, such as /mnt/a,/mnt/b")
     if not 1 <= len(folders) <= MAX_DISKS:
         raise ValueError(f"give at most {MAX_DISKS} folders")
     return folders

@@ -43,6 +43,7 @@ from kvstore.server.settings.values import (
     DIRECTORY,
     GIB,
     KIB,
+    MAX_DEADLINE_MS,
     MAX_QUERIED_PEERS,
     MIB,
     TIER_NAMES,
@@ -115,7 +116,7 @@ def _event_address(value: str) -> str:
 def _socket_path(value: str) -> str:
     path = os.path.expanduser(value)
     if not os.path.isabs(path):
-        raise ValueError("give an absolute path, or off to do without shared memory")
+        raise ValueError("give an absolute path, or off for no shared memory")
     if len(os.fsencode(path.replace("{port}", "65535"))) > SOCKET_PATH_BYTES:
         raise ValueError(f"a socket's path has at most {SOCKET_PATH_BYTES} bytes; shorten it")
     return path
@@ -201,10 +202,10 @@ def _tiers(tiers: tuple[str, ...]) -> tuple[str, ...]:
         raise ValueError("name each tier once")
     if "gpu" in tiers and not _CUDA_CONTROL.exists():
         raise ValueError(
-            "'gpu' needs a CUDA device and this machine shows none; start with --tiers cpu,disk"
+            "'gpu' needs a CUDA device and this host has none; start with --tiers cpu,disk"
         )
     if "cpu" not in tiers:
-        raise ValueError("add cpu: frames are served from CPU memory, whatever lies below it")
+        raise ValueError("add cpu: frames are always served from CPU memory")
     return tuple(name for name in TIER_NAMES if name in tiers)
 
 
@@ -231,184 +232,184 @@ class Settings(Checked):
     tiers: Annotated[tuple[str, ...], NAMES, AfterValidator(_tiers), "NAMES"] = ("cpu", "disk")
     """tiers to use, out of cpu, disk, redis, gpu"""
     cpu_size: TierSize = 4 * GIB
-    """memory that the cpu tier may fill"""
+    """capacity of the cpu tier; memory is allocated as it fills"""
     disk: DiskFolders = Field(default_factory=lambda: (DiskFolder(),))
-    """size and folder of the disk tier; either alone keeps the other's default; several with commas
-    between them"""
+    """size and folder of the disk tier; either alone keeps the other's default; comma-separated for
+    several"""
     redis_url: Annotated[Annotated[str, AfterValidator(_redis_url)] | None, "URL"] = Field(
         default=None, repr=False
     )
-    """Redis of the redis tier; a password is better kept out of flags"""
+    """Redis URL of the redis tier; keep the password out of it"""
     listen: Listen = "127.0.0.1:7420"
     """address of the gRPC service"""
     bulk: Endpoint = "off"
-    """address of the bulk channel, over which clients of other hosts and other servers read and
-    write chunks, or off"""
+    """address of the bulk channel (TCP), over which clients on other hosts and peers read and write
+    chunks, or off"""
     http: Endpoint = "off"
-    """address of the metrics page, or off"""
+    """address of the metrics page and dashboard, or off"""
     tls_cert: OwnFile = None
-    """certificate chain of the gRPC service, in PEM; read again when replaced"""
+    """certificate chain of the gRPC service (PEM); reloaded on change"""
     tls_key: OwnFile = None
-    """its private key, in PEM"""
+    """private key of --tls-cert (PEM); reloaded on change"""
     auth_keys: OwnFile = None
-    """file of API keys, as kvstore token writes it; read again when replaced"""
+    """file of API keys, written by kvstore token; reloaded on change"""
 
     # --- tiers
     gpu: Annotated[GpuConfig, "SIZE:DEVICE"] = GpuConfig()
-    """size of the gpu tier and number of its CUDA device"""
+    """size of the gpu tier and CUDA device number"""
     disk_direct: bool = False
-    """read and write the disk past the page cache"""
+    """use direct I/O (O_DIRECT), bypassing the page cache"""
     redis_size: TierSize = 16 * GIB
-    """bytes this server may keep in Redis"""
+    """capacity that this server may use in Redis"""
     redis_username: Annotated[str | None, Field(pattern=r"^[!-~]{1,128}$"), "NAME"] = None
-    """user of Redis, where --redis names none"""
+    """Redis user, if --redis names none"""
     redis_password_file: PasswordFile = None
-    """file with the user's password, read at the start"""
+    """file with the Redis password, read at start"""
     redis_tls_ca: OwnFile = None
-    """who signs the certificates of Redis, in PEM; with rediss://"""
+    """CA bundle (PEM) to verify Redis with; requires rediss://"""
     redis_tls_cert: OwnFile = None
-    """certificate to show Redis, where it asks for one, in PEM"""
+    """client certificate (PEM) for Redis with mutual TLS"""
     redis_tls_key: OwnFile = None
-    """its private key, in PEM"""
+    """private key of --redis-tls-cert (PEM)"""
     redis_prefix: Annotated[str, Field(pattern=r"^[A-Za-z0-9:_.-]{1,64}$"), "TEXT"] = DEFAULT_PREFIX
-    """what all names in Redis begin with; alike on all nodes that share"""
+    """prefix of all Redis keys; the same on all nodes that share chunks"""
     redis_timeout_ms: Millis = 500
-    """longest wait for one answer of Redis"""
+    """timeout of one Redis call"""
 
     # --- what is stored, and how
     codec: TierCodecs = DEFAULT_CODECS
     """codecs of frames, as CODEC for both tiers or TIER=CODEC, such as disk=auto,redis=kvq:2; auto:
-    whichever loads fastest"""
+    the one that loads fastest"""
     tenant_codecs: TenantCodecs = ()
-    """other codecs for chunks of some tenants, with commas between them"""
+    """codecs of single tenants' chunks, comma-separated"""
     assets: Annotated[Annotated[Path, AfterValidator(_folder)] | None, "PATH"] = None
     """folder of model assets, for codecs that need one; see kvstore calibrate"""
     write: TierWrites = DEFAULT_WRITES
-    """copy to disk and Redis when a chunk is stored (through), when it is evicted (evict), when it
-    is asked for a second time (selective), or when it is evicted and likely to be asked for again
-    (auto); RULE,TIER=RULE for tiers that differ"""
+    """when to copy chunks to disk and Redis: when stored (through), when evicted (evict), on the
+    second request (selective), or when evicted and likely to be reused (auto); RULE,TIER=RULE to
+    override one tier"""
     write_budget: TierBudgets = DEFAULT_BUDGETS
-    """bytes a day to write to disk and to Redis; beyond them only durable puts and what leaves
-    memory and is likely to be asked for again; 0: no limit"""
+    """bytes per day to write to disk and to Redis; beyond it only durable puts and evicted chunks
+    likely to be reused; 0: no limit"""
     disk_copies: Literal["inclusive", "exclusive"] = "inclusive"
-    """whether the copy on disk stays when a chunk comes up to memory; exclusive holds more and
-    writes more, and takes no durable puts"""
+    """whether a chunk promoted to memory keeps its copy on disk; exclusive holds more, writes more
+    and refuses durable puts"""
     policy: TierPolicies = DEFAULT_POLICIES
-    """whom to evict, as NAME, or NAME,TIER=NAME for tiers that differ"""
+    """eviction policy, as NAME, or NAME,TIER=NAME to override one tier"""
     state_admission: StateRule = "all"
-    """which recurrent states are kept of those that engines put: all, or those where a put ends,
-    prompts part, or that come a second time"""
+    """which recurrent states to store: all, or (judicious) those at the end of a put, at branch
+    points of prompts, or put a second time"""
     scrub_bytes_per_s: Annotated[Size, Field(ge=0)] = 0
-    """verify what tiers hold, so much a second; 0: only when asked"""
+    """rate of background scrubbing, which verifies stored chunks; 0: on request only"""
     scrub_tiers: Annotated[tuple[TierName, ...], NAMES, "NAMES"] = ("disk",)
-    """which tiers, out of cpu, disk, redis, gpu"""
+    """tiers to scrub, out of cpu, disk, redis, gpu"""
 
     # --- tenants
     tenant_quotas: TenantQuotas = ()
-    """what tenants may take of each tier and are sure of, with commas between them"""
+    """capacity and guaranteed minimum of tenants on each tier, comma-separated"""
     tenant_limits: TenantLimits = ()
-    """chunks on each tier, requests a second and leases of tenants; *: all others"""
+    """limits of tenants: chunks on each tier, requests per second and leases; *: all others"""
     shared_pools: SharedPools = ()
-    """chunks that several tenants share, with commas between pools"""
+    """comma-separated pools of chunks that several tenants share"""
     category_terms: CategoryTerms = ()
-    """how long chunks of categories live and what they may take of each tier"""
+    """TTL and capacity on each tier of chunk categories, comma-separated"""
 
     # --- addresses
     socket_path: SocketPath = Field(default_factory=_own_socket_path, validate_default=True)
-    """Unix socket of the shared-memory path; {port} becomes the bound port; or off"""
+    """Unix socket for shared memory; {port} becomes the bound port; or off"""
     health: Endpoint = "off"
     """address of a second health service, in plain text, or off"""
     events: EventEndpoint = "off"
-    """address that events are published at, as vLLM's are, ipc:PATH, or off"""
+    """address of the KV event publisher, compatible with vLLM, or ipc:PATH, or off"""
     events_replay: EventEndpoint = "off"
-    """address that missed ones are asked for at, ipc:PATH, or off"""
+    """address for replay of missed events, or ipc:PATH, or off"""
     events_readers: OwnFile = None
-    """file of the CURVE public keys that may read published events of all tenants"""
+    """file of CURVE public keys that may read the events of all tenants"""
     events_keys: OwnPath = Field(
         default_factory=lambda: user_folder("XDG_STATE_HOME", "~/.local/state") / "kvstore/events"
     )
-    """folder of the key of published events, made at the first start with --events-readers"""
+    """folder of the publisher's CURVE key, generated at the first start with --events-readers"""
 
     # --- other servers
     peers: Annotated[tuple[str, ...] | None, NAMES, AfterValidator(_peers), "HOST:PORT"] = None
-    """other servers whose memory is read, by their --listen, with commas between them; directory:
-    those that share the Redis; or off"""
+    """peers to read chunks from: comma-separated HOST:PORT of their --listen; directory to discover
+    them through Redis; or off"""
     peer_key: OwnFile = None
-    """file with the API key, of role peer, that peers are shown"""
+    """file with the API key, of role peer, to authenticate to peers with"""
     peer_ca: OwnFile = None
-    """who signs peers' certificates, in PEM; with it over TLS"""
+    """CA bundle (PEM) to verify peers with; enables TLS to peers"""
     peer_name: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.-]{1,253}$"), "NAME"] = None
-    """name that peers' certificates have, where it is not that of their address; with --peer-ca"""
+    """name in peers' certificates if it is not their address; with --peer-ca"""
     directory: bool = False
-    """say in Redis what this node holds in memory, and learn what others do"""
+    """advertise this node's in-memory chunks in Redis and discover those of other nodes"""
     node_id: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:\[\]-]{1,128}$"), "NAME"] = None
-    """this node's name among the others; default: host name and port"""
+    """unique name of this node; default: host name and port"""
     advertise: Annotated[str | None, Field(pattern=r"^[A-Za-z0-9_.:-]{1,100}$"), "HOST"] = None
-    """host that other nodes reach this one by; default: of --listen"""
+    """host at which other nodes reach this one; default: that of --listen"""
 
     # --- who may call
     tls_client_ca: OwnFile = None
-    """who signs callers' certificates, in PEM; with it callers need one"""
+    """CA bundle (PEM) to verify client certificates with; clients then need one"""
     tls_crl: OwnFile = None
-    """certificates of callers that are taken back, in PEM; read again when replaced"""
+    """certificate revocation list (PEM) for client certificates; reloaded on change"""
     jwt_key: OwnFile = None
-    """public keys, or secret of HS256, that tokens are verified with"""
+    """public keys, or the HS256 secret, to verify JWTs with"""
     jwt_algorithm: Literal["EdDSA", "ES256", "RS256", "HS256"] = "EdDSA"
-    """the one algorithm of tokens that is taken"""
+    """the only accepted JWT algorithm"""
     jwt_audience: Annotated[str | None, "TEXT"] = None
-    """whom tokens must be for"""
+    """required audience of JWTs"""
     jwt_issuer: Annotated[str | None, "TEXT"] = None
-    """who tokens must be from; default: anyone who has the key"""
+    """required issuer of JWTs; default: any"""
     audit_log: Annotated[OwnPath | None, "PATH"] = None
-    """file that says who did what; default: none"""
+    """file of the audit log; default: none"""
     audit_reads: bool = False
-    """write down lookups and gets that went well, too"""
+    """audit successful lookups and gets too"""
     encryption_keys: OwnFile = None
-    """file of keys to encrypt disk and Redis with, as kvstore keys writes it"""
+    """file of keys to encrypt disk and Redis with, written by kvstore keys; reloaded on change"""
     secret_file: SecretFile = None
-    """file whose bytes salt the namespaces; default: none, so that anyone who knows a model
-    and a prompt can name their chunks"""
+    """file whose bytes salt the namespaces; default: none, so that anyone who knows a model and a
+    prompt can compute their chunk keys"""
     insecure: bool = False
     """allow other hosts to connect without TLS and authentication"""
     open_pages: bool = False
     """allow other hosts to read --http and --health, in plain text"""
     http_tls: bool = False
-    """serve --http over TLS, to admins alone where it is open to other hosts"""
+    """serve --http over TLS; on a public address to admins only"""
 
     # --- blending
     blend_contents: Annotated[int, Field(ge=0), "N"] = 1 << 16
-    """contents that blending finds chunks by; 0: none"""
+    """limit of contents in the index for blending; 0: none"""
     blend_agreement: Share = GateTerms.min_agreement
-    """share of tokens that full prefill would choose too, where its choice is clear, for a gate to
-    be open"""
+    """share of tokens on which full prefill must agree, where its choice is clear, for a blending
+    gate to open"""
     blend_divergence: Annotated[float, Field(gt=0.0, lt=100.0), "NATS"] = GateTerms.max_divergence
-    """KL a token from full prefill, at most, for a gate to be open"""
+    """largest KL divergence per token from full prefill for a blending gate to open"""
 
     # --- limits
     max_frame_bytes: Annotated[Size, Field(ge=64 * KIB, le=MAX_FRAME_BYTES)] = 256 * MIB
-    """largest chunk that is taken"""
+    """largest chunk accepted"""
     max_sessions: Count = 1024
-    """sessions open at once"""
+    """limit of open sessions"""
     lease_ttl_ms: Millis = 30_000
-    """a lease ends after this"""
-    default_deadline_ms: Millis = 2000
-    """deadline of calls that name none"""
+    """lifetime of a lease"""
+    default_deadline_ms: Annotated[Millis, Field(le=MAX_DEADLINE_MS)] = 2000
+    """deadline of calls that set none"""
     workers: Annotated[int, Field(ge=1, le=1024), "N"] = 32
     """threads that answer requests"""
 
     limits: Annotated[Limits, "NAME=VALUE"] = Limits()
-    """limits that hardly anybody has to change, with commas between them"""
+    """rarely changed limits, comma-separated"""
 
     # --- logs
     log_format: Literal["console", "json"] = "console"
-    """how logs are written"""
+    """format of logs"""
     log_level: Literal["debug", "info", "warning", "error"] = "info"
-    """least level that is logged"""
+    """lowest level that is logged"""
     tracing_endpoint: Annotated[Annotated[str, AfterValidator(_collector)] | None, "URL"] = None
-    """OpenTelemetry collector that spans go to, over gRPC, such as http://127.0.0.1:4317; https for
-    TLS; default: none"""
+    """OpenTelemetry collector for spans, over gRPC, such as http://127.0.0.1:4317; https for TLS;
+    default: none"""
     tracing_share: Share = 0.01
-    """share of calls that are traced, of those whose caller does not trace them"""
+    """sampling rate of calls whose caller does not trace them"""
 
     @model_validator(mode="after")
     def _check_together(self) -> Settings:
@@ -474,12 +475,12 @@ def _tier_problems(config: Settings) -> Problems:
         yield "limits", f"cpu_slab_bytes: a slab must fit the cpu tier of {size}"
     if config.redis_url is None:
         if "redis" in config.tiers or config.directory:
-            fix = f"the redis tier and the directory need to know their Redis: {REDIS_FIX}"
+            fix = f"the redis tier and the directory need a Redis URL: {REDIS_FIX}"
             yield "redis_url", fix
     elif fix := _redis_access(config, config.redis_url):
         yield "redis_url", fix
     if DIRECTORY in (config.peers or ()) and not config.directory:
-        fix = "they are found in the Redis: add --directory and --redis, or name their addresses"
+        fix = "directory needs --directory and --redis; add them, or give addresses"
         yield "peers", fix
     if (config.redis_tls_cert is None) != (config.redis_tls_key is None):
         yield "redis_tls_key", "give both --redis-tls-cert and --redis-tls-key, or neither"
@@ -504,11 +505,11 @@ def _caller_problems(config: Settings) -> Problems:
     if (config.tls_cert is None) != (config.tls_key is None):
         yield "tls_key", "give both --tls-cert and --tls-key, or neither"
     if config.tls_client_ca and not config.tls_cert:
-        yield "tls_client_ca", "callers show certificates over TLS only: give --tls-cert, too"
+        yield "tls_client_ca", "client certificates need TLS: give --tls-cert too"
     if config.tls_crl and not config.tls_client_ca:
-        yield "tls_crl", "it is about callers' certificates: give --tls-client-ca, too"
+        yield "tls_crl", "it applies to client certificates: give --tls-client-ca too"
     if config.jwt_key and not config.jwt_audience:
-        yield "jwt_audience", "say whom tokens are for, or those for others are taken too"
+        yield "jwt_audience", "give the audience, or tokens for other services are accepted"
     if config.http_tls and not config.tls_cert:
         yield "http_tls", "TLS needs a certificate: give --tls-cert and --tls-key"
 
@@ -516,7 +517,7 @@ def _caller_problems(config: Settings) -> Problems:
 def _address_problems(config: Settings) -> Problems:
     host, _ = parse_endpoint(config.listen)
     if config.directory and not config.advertise and host in _ANY_HOST:
-        yield "listen", "other nodes need an address to reach this one by: give --advertise HOST"
+        yield "listen", "other nodes need an address to reach this one: give --advertise HOST"
         return
     proves = config.authenticates_callers
     is_guarded = {
@@ -534,10 +535,10 @@ def _address_problems(config: Settings) -> Problems:
 
 _OPEN_PAGE = "other hosts could read it in plain text; use 127.0.0.1, or add --open-pages"
 _FIX_FOR_OTHERS = {
-    "listen": "other hosts could connect without TLS, or without saying who they are; give"
+    "listen": "other hosts could connect without TLS, or without authentication; give"
     " --tls-cert and one of --auth-keys, --jwt-key and --tls-client-ca, listen on 127.0.0.1, or"
     " add --insecure on a network you trust",
-    "http": f"{_OPEN_PAGE}, or --http-tls with a way to tell who calls",
+    "http": f"{_OPEN_PAGE}, or --http-tls with authentication",
     "health": _OPEN_PAGE,
 }
 

@@ -137,7 +137,7 @@ def slab_bytes(cpu_bytes: int) -> int:
 def check_tenant_name(name: str) -> str:
     """Return *name*. Raises ValueError for an invalid tenant name."""
     if not TENANT_NAME.fullmatch(name):
-        raise ValueError(f"no tenant's name: {TENANT_FIX}")
+        raise ValueError(f"invalid tenant name: {TENANT_FIX}")
     return name
 
 
@@ -213,6 +213,7 @@ Size = Annotated[int, PlainValidator(checked_size), WithJsonSchema(_SIZE_SCHEMA)
 TierSize = Annotated[Size, AfterValidator(_tier_size)]
 Count = Annotated[int, Field(ge=1, le=1 << 20), "N"]
 Millis = Annotated[int, Field(ge=1, le=86_400_000), "MS"]
+MAX_DEADLINE_MS = 600_000
 Share = Annotated[float, Field(ge=0.0, le=1.0), "SHARE"]
 Tenant = Annotated[str, AfterValidator(check_tenant_name)]
 AnyTenant = Annotated[str, AfterValidator(_tenant_or_other)]
@@ -235,47 +236,47 @@ class Limits(Checked):
     """Rarely changed limits, with their defaults and bounds."""
 
     cpu_slab_bytes: Annotated[Size, AfterValidator(_slab)] = 0
-    """memory is shared in slabs of this size; 0: from --cpu"""
+    """size of shared-memory slabs; 0: derived from --cpu"""
     mover_queue: Count = 1024
-    """background moves waiting in each queue"""
+    """background moves per queue"""
     prefetch_bytes: Size = 64 * MIB
-    """most that is loaded ahead of gets at once, for chains that were just found; 0: nothing"""
+    """bytes prefetched at once for chains that a lookup found; 0: no prefetch"""
     load_headroom_percent: Annotated[int, Field(ge=0, lt=50), "N"] = 5
-    """share of the cpu tier kept for loads"""
+    """share of the cpu tier reserved for loads"""
     ghost_limit: Count = 1 << 18
     """evicted chunks that the policies remember, at least"""
     breaker_failures: Count = 3
-    """failures in a row that put a tier aside"""
+    """successive failures that open a tier's circuit breaker"""
     breaker_retry_ms: Millis = 1000
-    """a tier put aside is tried again after"""
+    """time after which an open circuit breaker retries the tier"""
     redis_connections: Annotated[int, Field(ge=1, le=64), "N"] = 16
     """connections to each Redis server; further calls wait"""
     max_batch_chunks: Count = 4096
-    """chunks in one request"""
+    """chunks per request"""
     max_leases_per_session: Count = 1024
-    """leases one session may hold"""
+    """leases per session"""
     max_reservations_per_session: Count = 4096
-    """unfinished puts one session may hold"""
+    """unfinished puts per session"""
     session_ttl_ms: Millis = 15_000
-    """a silent session is closed after this"""
+    """idle time after which a session is closed"""
     peer_requests: Count = 8
-    """requests of peers that are answered at once; more are misses"""
+    """concurrent requests of peers; further ones are misses"""
     peer_bytes: Annotated[Size, Field(ge=GET_BYTES)] = 8 * GET_BYTES
-    """bytes that may be under way to peers at once"""
+    """bytes in flight to peers"""
     peer_timeout_ms: Millis = 200
-    """longest wait for one answer of a peer"""
+    """timeout of one peer request"""
     directory_ttl_ms: Annotated[Millis, Field(ge=500)] = 10_000
-    """a node that is silent in the directory for so long is gone"""
+    """TTL of a node in the directory without a heartbeat"""
     directory_chunks: Count = 1 << 18
-    """chunks that this node names in the directory, at most"""
+    """chunks that this node advertises in the directory, at most"""
     events_kept: Annotated[int, Field(ge=0, le=1 << 20), "N"] = 1 << 16
-    """latest events that readers may have missed; 0: no events at all"""
+    """events kept for replay; 0 disables events"""
     audit_bytes: Annotated[Size, Field(ge=64 * KIB)] = 64 * MIB
-    """a file of the audit log is set aside at this size; 8 are kept"""
+    """size at which an audit log file is rotated; 8 are kept"""
     blend_ratio: Annotated[float, Field(ge=0.0, le=MAX_RATIO), "SHARE"] = GateTerms.ratio
-    """share of tokens to recompute that a gate of blending begins with"""
+    """initial share of tokens that a blending gate recomputes"""
     blend_shadows: Share = GateTerms.shadow_share
-    """share of blended requests that are compared with a full prefill"""
+    """share of blended requests compared with a full prefill"""
 
     @model_validator(mode="before")
     @classmethod

@@ -95,7 +95,7 @@ class DevicePuts:
         ring.imported.close()
         if is_late:
             raise LeaseExpiredError(f"session_id={session.session_id}: closed; open a session")
-        raise InvalidRequestError("ring", session.session_id, "one a session")
+        raise InvalidRequestError("ring", session.session_id, "one per session")
 
     def end_session(self, session: Session) -> None:
         """Release the ring of a session that ended."""
@@ -123,7 +123,7 @@ class DevicePuts:
         with self._lock:
             ring = self._rings.get(session.session_id)
             if ring is None:
-                raise InvalidRequestError("session_id", session.session_id, "bring a ring first")
+                raise InvalidRequestError("session_id", session.session_id, "send a ring first")
             if ring.users > PUTS_AT_ONCE:
                 raise QuotaExceededError("puts_at_once", PUTS_AT_ONCE, session.client)
             ring.users += 1
@@ -146,7 +146,7 @@ class DevicePuts:
         nothing is reserved and nothing waits on the device. Raises DeadlineError when it is late.
         """
         if self._store.writes.is_draining:
-            raise ShuttingDownError("the server drains; no new puts")
+            raise ShuttingDownError("the server is draining; no new puts")
         results, placed = list[PutResult](), dict[int, PutTicket]()
         with self._using(session) as ring:
             for header, offset in frames:
@@ -154,7 +154,7 @@ class DevicePuts:
                     fix = f"within a ring of {len(ring.memory)} bytes"
                     raise InvalidRequestError("offset", (offset, header.frame_bytes), fix)
             if self._slot.breaker.is_open:
-                reason = f"gpu is left alone for now: {self._slot.breaker.reason}"
+                reason = f"gpu is unavailable: {self._slot.breaker.reason}"
                 return [PutResult(PutOutcome.refused, reason)] * len(frames)
             written = self._tier.device.import_event(event)
             self._wait_for(written, session, deadline)
@@ -177,7 +177,7 @@ class DevicePuts:
         pause_s = _FIRST_LOOK_S
         while not event.query():
             if session.is_closed:
-                raise LeaseExpiredError(f"session_id={session.session_id}: closed while it put")
+                raise LeaseExpiredError(f"session_id={session.session_id}: closed during the put")
             if self._clock() >= deadline:
                 raise DeadlineError("the client's event is late")
             time.sleep(pause_s)
@@ -188,11 +188,11 @@ class DevicePuts:
     ) -> PutTicket | PutResult:
         reservations, slot = self._reservations, self._slot
         if self._store.states is not None and info.layout.has(LayerKind.state):
-            reason = "whether its state is kept is judged in CPU memory"
+            reason = "state admission needs a put through CPU memory"
             return reservations.refuse(info.key, reason)
         most_bytes = slot.tier.max_frame_bytes
         if info.size_bytes > most_bytes:
-            return reservations.refuse(info.key, f"tier {slot.name!r} takes {most_bytes} at most")
+            return reservations.refuse(info.key, f"tier {slot.name!r} takes at most {most_bytes}")
         return reservations.reserve(session, info, deadline, hints, device=slot)
 
     def _copied(
@@ -240,5 +240,5 @@ def open_device_puts(store: Store) -> DevicePuts | None:
     try:
         return DevicePuts(store, open_kernels(tier.memory.device))
     except TierUnavailableError as error:
-        logger.warning("puts out of device memory are off", reason=str(error))
+        logger.warning("puts from device memory are off", reason=str(error))
         return None

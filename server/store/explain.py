@@ -160,13 +160,13 @@ class Explainer:
         first = next((at for at, one in enumerate(reasons) if one.state != "ready"), len(keys))
         hits = min(first, len(self._catalog.held(next(iter(self._slots)), keys, least)))
         for at in range(hits, first):
-            text = "here, but no prefix that ends here or further has all that the model needs"
+            text = "cached, but no prefix up to it or longer has the state or window to resume"
             if self._states is not None and self._states.has_turned_away(keys[at]):
-                text += "; its state was not kept, by --state-admission"
+                text += "; its state was not admitted (--state-admission)"
             reasons[at] = reasons[at]._replace(state="no_end", text=text)
         for at in range(first + 1, len(keys)):
             if reasons[at].state == "ready":
-                text = f"here, but chunk {first} before it is not"
+                text = f"cached, but the earlier chunk {first} is not"
                 reasons[at] = reasons[at]._replace(state="behind", text=text)
         return Explanation(hits, reasons, self._similar(others, keys) if first < len(keys) else ())
 
@@ -175,7 +175,7 @@ class Explainer:
         key = miss.facts.key
         found = self.reason(miss.facts, (), "before")
         if found.state == "ready":
-            text = "here, but of no use: no prefix that ends here or further was ready in time"
+            text = "cached, but no prefix up to it or longer was ready in time"
             return found._replace(state="no_end", text=text)
         asked = self.spaces.of(miss.session.namespace)
         if found.state == "unknown" and asked is not None:
@@ -202,22 +202,22 @@ class Explainer:
         key, seen, outcome = facts.key, facts.seen, facts.outcome
         copies = tuple((name, seen.copies[name]) for name in self._slots if name in seen.copies)
         if seen.is_expired:
-            return Reason(key, "expired", "its time to live is up; put it again", copies)
+            return Reason(key, "expired", "its TTL has expired; put it again", copies)
         fit = [name for name, info in copies if info.accuracy >= facts.least]
         up = [name for name in fit if name not in facts.down]
         if up:
             return Reason(key, "ready", f"on {up[0]}", copies)
         if fit:
-            text = f"on {fit[0]}, which is left alone: {facts.down[fit[0]]}"
+            text = f"on {fit[0]}, which is degraded: {facts.down[fit[0]]}"
             return Reason(key, "tier_down", text, copies)
         if copies:
             best, least = max(info.accuracy for _, info in copies).name, facts.least.name
-            text = f"only copies of accuracy {best} are left, and {least} was asked for"
+            text = f"only copies of accuracy {best} are left; {least} was requested"
             return Reason(key, "lossy", text, copies)
         if seen.is_pending:
-            return Reason(key, "pending", "it is being put")
+            return Reason(key, "pending", "being put")
         if seen.is_announced:
-            return Reason(key, "pending", "announced: a session is about to put it")
+            return Reason(key, "pending", "announced: a session will put it")
         if outcome is not None:
             passed_s = max(0.0, facts.at_s - outcome.at_s)
             where = f" from {outcome.tier}" if outcome.tier else ""
@@ -227,8 +227,8 @@ class Explainer:
         if (named := self._elsewhere(key, others)) is not None:
             return named
         if seen.is_evicted:
-            return Reason(key, "evicted", "evicted, longer ago than reasons are kept")
-        return Reason(key, "unknown", "never stored here, or forgotten since")
+            return Reason(key, "evicted", "evicted; the reason is no longer kept")
+        return Reason(key, "unknown", "never stored here, or no longer remembered")
 
     # --- other identities
 
@@ -243,7 +243,7 @@ class Explainer:
     def _elsewhere(self, key: ChunkKey, others: Sequence[Differing]) -> Reason | None:
         for other, named in others:
             if self._has(other, key):
-                known = [f"{d.field}: {d.stored} stored, {d.asked} asked" for d in named]
+                known = [f"{d.field}: stored {d.stored}, requested {d.asked}" for d in named]
                 more = [f"{len(known) - _MAX_NAMED} more"] if len(known) > _MAX_NAMED else []
                 text = "stored under another identity: " + "; ".join(known[:_MAX_NAMED] + more)
                 return Reason(key, "other_identity", text)
@@ -263,10 +263,10 @@ _SENTENCES = {
     Fate.refused: "refused {ago}",
     Fate.invalid: "its frame failed a check {ago}",
     Fate.evicted: "evicted{where} {ago}",
-    Fate.corrupt: "found damaged and dropped{where} {ago}",
-    Fate.unreadable: "dropped{where} {ago}, as only a server with other codecs can read it",
-    Fate.codec_removed: "dropped{where} {ago}, as its codec was removed from kvstore",
-    Fate.lost: "gone{where} without our doing, found out {ago}",
+    Fate.corrupt: "failed verification and dropped{where} {ago}",
+    Fate.unreadable: "dropped{where} {ago} (readable only by servers with other codecs)",
+    Fate.codec_removed: "dropped{where} {ago} (its codec was removed from kvstore)",
+    Fate.lost: "lost{where}, detected {ago}",
     Fate.deleted: "deleted {ago}, by request or because a client found it damaged",
-    Fate.expired: "dropped{where} {ago}, as its time to live was up",
+    Fate.expired: "dropped{where} {ago} (its TTL expired)",
 }

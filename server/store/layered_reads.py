@@ -70,7 +70,7 @@ class StreamingLoad:
     def _run(self, segment: int | None) -> bool:
         with self._lock:
             if not self._users:
-                raise LeaseExpiredError("the get that wanted this layer is over")
+                raise LeaseExpiredError("the get of this layer has ended")
             self._users += 1
         try:
             if segment is None:
@@ -87,12 +87,12 @@ class StreamingLoad:
     def _open(self) -> None:
         """Reserve memory and read the header. Raises KVStoreErrors."""
         moves, stored, terms = self._moves, self._stored, self._loads.terms
-        room = SpaceRequest(stored, terms.session.tenant, terms.deadline)
+        request = SpaceRequest(stored, terms.session.tenant, terms.deadline)
         moves.catalog.hold(stored.key)
         try:
-            self._reservation = moves.eviction.reserve(moves.tiers.cpu, room)
+            self._reservation = moves.eviction.reserve(moves.tiers.cpu, request)
         except BaseException:
-            moves.catalog.let_go(stored.key)
+            moves.catalog.release_hold(stored.key)
             raise
         self.frame = moves.tiers.cpu_tier.view(self._reservation)
         size = header_bytes(stored.layout)
@@ -136,7 +136,7 @@ class StreamingLoad:
             moves.tiers.cpu_tier.abort(self._reservation)
         elif moves.tiers.cpu_tier.seal(self._reservation):
             moves.note_moved(stored, self.source, moves.tiers.cpu)
-        moves.catalog.let_go(stored.key)
+        moves.catalog.release_hold(stored.key)
 
 
 @dataclass(slots=True)

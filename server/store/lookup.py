@@ -274,7 +274,7 @@ class Lookup:
         if self._peers is not None:
             tier, catalog = self._peer_tier, self._catalog
             for key in tier.stale(everything=everything):
-                if catalog.cast_out(tier.name, key, even_if_held=False):
+                if catalog.drop_copy(tier.name, key, even_if_held=False):
                     catalog.purged(tier.name, key)
                 if tier.name not in catalog.holders(key):
                     tier.delete(key)

@@ -61,7 +61,7 @@ class ChunkPart:
 class PartTicket:
     """A part that is being put; owned by a session. The partial chunk owns its space.
 
-    ``room`` buffers a streamed part; ``ticket_id`` and ``until`` are those of a PutTicket.
+    ``buffer`` buffers a streamed part; ``ticket_id`` and ``until`` are those of a PutTicket.
     """
 
     session: Session
@@ -69,7 +69,7 @@ class PartTicket:
     part: ChunkPart
     hints: Hints = NO_HINTS
     is_last: bool | None = True
-    room: Bytes | None = None
+    buffer: Bytes | None = None
     ticket_id: int = 0
     until: float = math.inf
 
@@ -83,7 +83,7 @@ class PartialChunk:
     """
 
     def __init__(self, ticket: PutTicket, until: float) -> None:
-        assert ticket.room is not None
+        assert ticket.buffer is not None
         ticket.hints = NO_HINTS  # set by parts that verify
         self.ticket = ticket
         self.info = info = ticket.info
@@ -96,15 +96,15 @@ class PartialChunk:
         """Complete, and about to be visible: it is not dropped any more."""
         self.is_dropped = False
         """The last writer frees the buffer."""
-        self._room = room = ticket.room
+        self._buffer = buffer = ticket.buffer
         self._first: FrameHeader | None = None
         self._prefill_flops = 0.0
         blank = raw_header(FrameTemplate(info.key, info.parent, b"", b"", info.layout))
-        self._tensors = RAW.views(blank, room)
+        self._tensors = RAW.views(blank, buffer)
         self._tiles = [np.full((c.layers, c.kv_heads), _FREE) for c in info.layout.components]
         end = blank.header_bytes
         for row in blank.segments:  # zero the padding, which no checksum covers
-            room[end : int(row["offset"])] = 0
+            buffer[end : int(row["offset"])] = 0
             end = int(row["offset"]) + int(row["stored_bytes"])
 
     def join(self, ticket: PartTicket) -> None:
@@ -155,7 +155,7 @@ class PartialChunk:
         Raises as ``decode_shard``; the claimed tiles are undefined then.
         """
         out: list[list[list[Part]]] = []
-        beside: list[tuple[Part, Part, NDArray[np.bool_]]] = []
+        partial: list[tuple[Part, Part, NDArray[np.bool_]]] = []
         for (number, one), ours in zip(shard.numbered, claim, strict=True):
             layers = self._tensors[number][one.first_layer : one.layer_stop]
             out.append([])
@@ -163,11 +163,11 @@ class PartialChunk:
                 places = [part[one.first_head : one.head_stop] for part in parts]
                 if not heads.all():  # do not overwrite another writer's tiles
                     aside = [np.empty(place.shape, place.dtype) for place in places]
-                    beside += [(*pair, heads) for pair in zip(aside, places, strict=True)]
+                    partial += [(*pair, heads) for pair in zip(aside, places, strict=True)]
                     places = aside
                 out[-1].append(places)
         decode_shard(header, frame, out)
-        for part, place, heads in beside:
+        for part, place, heads in partial:
             place[heads] = part[heads]
 
     def sum_up(self) -> FrameHeader:
@@ -179,9 +179,11 @@ class PartialChunk:
             first.position, self._prefill_flops,
         )  # fmt: skip
         blank = raw_header(template)
-        sums = [checksum(blank.segment(self._room, index)) for index in range(len(blank.segments))]
+        sums = [
+            checksum(blank.segment(self._buffer, index)) for index in range(len(blank.segments))
+        ]
         header = raw_header(template, sums)
-        copy_bytes(self._room[: header.header_bytes], as_bytes(pack_header(header)))
+        copy_bytes(self._buffer[: header.header_bytes], as_bytes(pack_header(header)))
         return header
 
 
@@ -213,17 +215,19 @@ class ParallelWrites:
         with self._lock:
             chunk = self._chunks.get(ticket.info.key)
             need_bytes = stream_bytes if chunk else stream_bytes + ticket.info.size_bytes
-            has_room = self.used_bytes + need_bytes <= self._limit_bytes
-            has_room = has_room and (chunk is not None or len(self._chunks) < MAX_UNFINISHED_CHUNKS)
-            if has_room:
+            has_space = self.used_bytes + need_bytes <= self._limit_bytes
+            has_space = has_space and (
+                chunk is not None or len(self._chunks) < MAX_UNFINISHED_CHUNKS
+            )
+            if has_space:
                 if chunk is not None:
                     chunk.join(ticket)
                 self.used_bytes += need_bytes
-        if not has_room:
-            reason = f"have all of their {self._limit_bytes} bytes or are {MAX_UNFINISHED_CHUNKS}"
+        if not has_space:
+            reason = f"use all of their {self._limit_bytes} bytes or number {MAX_UNFINISHED_CHUNKS}"
             return self._reservations.refuse(ticket.info.key, f"unfinished chunks {reason}")
         if stream_bytes:
-            ticket.room = np.empty(stream_bytes, np.uint8)
+            ticket.buffer = np.empty(stream_bytes, np.uint8)
         answer: PartTicket | PutResult | None = None
         try:
             answer = ticket if chunk is not None else self._open(ticket, deadline)
@@ -264,8 +268,8 @@ class ParallelWrites:
 
     def discard(self, ticket: PartTicket) -> None:
         """Drop one part; another writer may put it."""
-        if ticket.room is not None:
-            ticket.room = None
+        if ticket.buffer is not None:
+            ticket.buffer = None
             self._release(ticket.part.size_bytes)
 
     def commit(self, ticket: PartTicket, frame: Bytes | None) -> PutResult:
@@ -286,7 +290,7 @@ class ParallelWrites:
     def _too_late(self, ticket: PartTicket) -> PutResult:
         if self._reservations.has(ticket.info.key):
             return PutResult(PutOutcome.exists)
-        return self._reservations.refuse(ticket.info.key, "its other shards did not come in time")
+        return self._reservations.refuse(ticket.info.key, "its other shards did not arrive in time")
 
     def _commit(self, ticket: PartTicket, frame: Bytes) -> PutResult:
         header, shard = _read_header(ticket, frame), ticket.part.shard
@@ -333,10 +337,10 @@ class ParallelWrites:
     def end_session(self, session_id: int) -> None:
         """Drop the chunks in which only this session has a part."""
         with self._lock:
-            theirs = {one for one in self._chunks.values() if session_id in one.sessions}
-            for chunk in theirs:
+            joined = {one for one in self._chunks.values() if session_id in one.sessions}
+            for chunk in joined:
                 chunk.sessions.discard(session_id)
-        count = self._drop(lambda chunk: chunk in theirs and not chunk.sessions)
+        count = self._drop(lambda chunk: chunk in joined and not chunk.sessions)
         self._counters.add("dropped_unfinished_chunks", count)
 
     def _drop(self, is_over: Callable[[PartialChunk], bool]) -> int:

@@ -121,7 +121,7 @@ class Loads:
 
     def close(self) -> None:
         """Cancel unfinished loads. Idempotent."""
-        self.moves.let_go_of_loads(self.claims)
+        self.moves.unclaim_loads(self.claims)
 
 
 class Reads:

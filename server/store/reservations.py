@@ -21,7 +21,7 @@ from kvstore.server.tiering.moves import Moves
 from kvstore.server.tiering.tier_slot import SpaceRequest, TierSlot
 from kvstore.tiers.base import Reservation
 
-WITHOUT_STATE = "kept without its state: no prompt ended or parted here (--state-admission)"
+WITHOUT_STATE = "stored without its state: no prompt ended or branched here (--state-admission)"
 _TRIM_S = 1.0
 """Longest wait for the smaller buffer of a trimmed chunk."""
 
@@ -46,7 +46,7 @@ class PutTicket:
     slot: TierSlot
     reservation: Reservation
     hints: Hints
-    room: Bytes | None
+    buffer: Bytes | None
     """Where its frame is written; None on a device."""
     kept_layout: KVLayout | None = None
     """What is stored if its state was not admitted; None: all of it."""
@@ -105,11 +105,11 @@ class Reservations:
             if (answer := self._begin_anew(kept, hints, note)) is not None:
                 return answer
         headroom_bytes = 0 if device else self._headroom_bytes
-        room = SpaceRequest(
+        request = SpaceRequest(
             info, session.tenant, deadline, headroom_bytes, hints.category, is_original=True
         )
         try:
-            reserved = eviction.reserve(slot, room)
+            reserved = eviction.reserve(slot, request)
         except KVStoreError as error:
             catalog.in_flight.end(key)
             if isinstance(error, TierFullError):
@@ -119,7 +119,7 @@ class Reservations:
         view = None if device else self._cpu_tier.view(reserved)
         ticket = PutTicket(session, info, slot, reserved, hints, view, bare)
         if device is None and slot.has_quotas:
-            ticket.partition = eviction.partition(room)
+            ticket.partition = eviction.partition(request)
             eviction.count_awaited(ticket.partition, info.size_bytes, 1)
         return ticket
 
@@ -127,10 +127,10 @@ class Reservations:
         """Begin the put of a chunk that exists if it may be replaced; else return the result."""
         key, catalog, peers = kept.key, self._catalog, self._moves.tiers.remote
         if catalog.is_less_complete(key, kept.layout) and not self._moves.eviction.replace(kept):
-            return self.refuse(key, "somebody reads it as it is, without its checkpoint")
+            return self.refuse(key, "a copy without its checkpoint is being read")
         # A copy in the memory of a peer does not prevent a put here.
         far = "" if peers is None else peers.name
-        if catalog.holders(key) == [far] and catalog.cast_out(far, key, even_if_held=False):
+        if catalog.holders(key) == [far] and catalog.drop_copy(far, key, even_if_held=False):
             catalog.purged(far, key)
         if catalog.in_flight.begin(key, kept.layout, self._away()):
             return None
@@ -235,11 +235,11 @@ class Reservations:
             finally:
                 cpu.abort(ticket.reservation)
             ticket.info, deadline = fresh.info(), self.clock() + _TRIM_S
-            room = SpaceRequest(
+            request = SpaceRequest(
                 ticket.info, tenant, deadline, self._headroom_bytes, ticket.hints.category,
                 is_original=True,
             )  # fmt: skip
-            ticket.reservation = self._moves.eviction.reserve(self._cpu, room)
+            ticket.reservation = self._moves.eviction.reserve(self._cpu, request)
         except KVStoreError as error:
             self._catalog.in_flight.end(ticket.info.key)
             return self.refuse(ticket.info.key, str(error))

@@ -129,7 +129,7 @@ _VARIANTS = TypeAdapter(Annotated[list[Learned], Field(max_length=MAX_LEARNED)],
 
 def _section(sections: Sections, name: str) -> bytes:
     if name not in sections:
-        raise InvalidFrameError(name, "checksum", "it is damaged, or not there")
+        raise InvalidFrameError(name, "checksum", "damaged or missing")
     return bytes(sections[name])
 
 
@@ -137,7 +137,7 @@ def _parsed(rows: TypeAdapter[_T], sections: Sections, name: str) -> _T:
     try:
         return rows.validate_json(_section(sections, name))
     except ValidationError as error:
-        raise InvalidFrameError(name, error.error_count(), "rows that are none of ours") from None
+        raise InvalidFrameError(name, error.error_count(), "invalid rows") from None
 
 
 def pack_models(spaces: Sequence[ModelNamespace]) -> bytes:
@@ -282,7 +282,7 @@ class SavedState:
                 lost[name] = str(error)
         if lost:
             self._store.counters.add("unusable_histories")
-            logger.warning("what was learned is lost", **lost)
+            logger.warning("saved state is unusable", **lost)
 
     def save_if_due(self) -> None:
         """Write the gates if one changed, and the history every SAVE_EVERY_S."""
@@ -318,6 +318,6 @@ def _is_written(path: Path, sections: Sections) -> bool:
     try:
         write_durably(path, pack_sections(sections))
     except OSError as error:
-        logger.warning("what was learned was not saved", reason=str(error))
+        logger.warning("state not saved", reason=str(error))
         return False
     return True

@@ -138,7 +138,7 @@ class Scrub:
         except TierUnavailableError:
             return Verdict.unread, 0
         finally:
-            self._catalog.let_go(key)
+            self._catalog.release_hold(key)
 
     def drop_damaged(self, keys: Sequence[ChunkKey], representation: bytes = b"") -> int:
         """Check chunks that a reader found damaged; return how many copies are.

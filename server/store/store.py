@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+
+import structlog
 
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
 from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, Hints
@@ -33,6 +36,11 @@ from kvstore.server.tiering.work_queue import Ticket
 
 WORKERS_PER_WAITER = 4
 """One thread in this many may wait in a lookup for pending chunks."""
+DRAINED_AT_ONCE = 1024
+"""Copies that a drain queues at a time: the queue looks at all that wait to add one."""
+LOGGED_REASONS = 4
+
+logger = structlog.get_logger(__name__)
 
 
 class Store:
@@ -92,7 +100,7 @@ class Store:
         InvalidRequestError when no tier of this node survives a restart.
         """
         if (slot := self.durable) is None:
-            fix = "start the server with a disk tier whose codec loses nothing"
+            fix = "start the server with a disk tier whose codec is lossless"
             raise InvalidRequestError("durable", True, fix)
         both = list(zip(keys, results, strict=True))
         done = (PutOutcome.stored, PutOutcome.exists)
@@ -139,7 +147,7 @@ class Store:
 
     def _outcome(self, ticket: Ticket | None, deadline: float) -> str:
         if ticket is None:
-            return "the server shuts down"
+            return "the server is shutting down"
         try:
             return "" if self._work_queue.wait(ticket, deadline) else "evicted before it was copied"
         except KVStoreError as error:
@@ -172,7 +180,7 @@ class Store:
         if ttl_ms > MAX_HANDOVER_MS:
             raise InvalidRequestError("ttl_ms", ttl_ms, f"use 0 to {MAX_HANDOVER_MS}")
         announce = self.catalog.in_flight.announce
-        count = announce(session.session_id, keys, ttl_ms / 1000)
+        count = announce(session.session_id, keys, ttl_ms / 1000, session.owner.tenant)
         if session.is_closed:  # the end of the session missed these announcements
             announce(session.session_id, keys, 0.0)
         if not ttl_ms:
@@ -223,7 +231,7 @@ class Store:
             for ticket in self._work_queue.named(key):  # lest a move makes it visible again
                 self._outcome(ticket, deadline)
             names = [name for name in self.catalog.holders(key) if tier in ("", name)]
-            gone = [n for n in names if self.catalog.cast_out(n, key, even_if_held=False)]
+            gone = [n for n in names if self.catalog.drop_copy(n, key, even_if_held=False)]
             if gone and not tier:
                 self.catalog.outcomes.note(key, Fate.deleted)
             for slot in self.tiers.slots.values():  # orphans of this delete or an earlier one
@@ -279,7 +287,7 @@ class Store:
     def _drop_expired(self) -> None:
         for key in self.catalog.expired_keys():
             for name in self.catalog.holders(key):
-                if self.catalog.cast_out(name, key, even_if_held=False):
+                if self.catalog.drop_copy(name, key, even_if_held=False):
                     self.counters.add("expired_chunks")
                     self.catalog.outcomes.note(key, Fate.expired, name)
                     with suppress(TierUnavailableError):  # an orphan; it is purged later
@@ -294,11 +302,24 @@ class Store:
         # A copy on a peer does not count.
         self._lookup.drop_remote_hints(everything=True)
         volatile = [slot.name for slot in (self.tiers.gpu, self.tiers.cpu) if slot]
-        alone = self.catalog.queries.only_on(*volatile)
-        if not self._keepers:
-            return not alone
-        slot = self._keepers[0]
-        reasons = self._copied(alone, slot, deadline)
-        failure, lost = self._flushed(alone, slot, deadline)
-        # A later copy may have evicted an earlier one.
-        return not (any(reasons) or failure or lost or self.catalog.queries.only_on(*volatile))
+        alone, failure, other = self.catalog.queries.only_on(*volatile), "", "no disk tier"
+        whys: dict[ChunkKey, str] = {}
+        if self._keepers:
+            slot, whys = self._keepers[0], dict.fromkeys(alone, "not copied by the deadline")
+            # A later copy may evict an earlier one, or one that was there before.
+            other = f"{slot.name} evicted it for another"
+            for start in range(0, len(alone), DRAINED_AT_ONCE):
+                if self.moves.clock() < deadline:
+                    keys = alone[start : start + DRAINED_AT_ONCE]
+                    whys |= zip(keys, self._copied(keys, slot, deadline), strict=True)
+            failure, _ = self._flushed(alone, slot, deadline)
+        left = self.catalog.queries.only_on(*volatile)
+        reasons = Counter(whys.get(key) or other for key in left).most_common(LOGGED_REASONS)
+        if left or failure:
+            logger.warning(
+                "a drain could not save all chunks that only memory has",
+                unsaved=len(left),
+                reasons=dict(reasons),
+                flush=failure or "done",
+            )
+        return not (left or failure)

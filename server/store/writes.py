@@ -73,7 +73,7 @@ class Writes:
         Raises ShuttingDownError, QuotaExceededError, InvalidRequestError.
         """
         if self.is_draining:
-            raise ShuttingDownError("the server drains; no new puts")
+            raise ShuttingDownError("the server is draining; no new puts")
         if part is None:
             return self._reservations.reserve(session, info, deadline, hints, is_last=is_last)
         return self.parallel.begin(PartTicket(session, info, part, hints, is_last), deadline)
@@ -162,18 +162,18 @@ class Writes:
         for frames that differ from the reservation; these are discarded.
         """
         if isinstance(ticket, PartTicket):
-            return self.parallel.commit(ticket, ticket.room if frame is None else frame)
+            return self.parallel.commit(ticket, ticket.buffer if frame is None else frame)
         if is_last:
             self._reservations.keep_state(ticket)
-        info, room = ticket.info, ticket.room
-        assert room is not None
+        info, buffer = ticket.info, ticket.buffer
+        assert buffer is not None
         try:
             if check is not None:
                 header = check.finish()
             elif frame is not None:
-                header = copy_frame(room, frame, info.key)
+                header = copy_frame(buffer, frame, info.key)
             else:
-                header = check_frame(room, info.key)
+                header = check_frame(buffer, info.key)
             check_put(header, info, ticket.session)
         except KVStoreError as error:
             self._reservations.reject(info.key, error)

@@ -109,7 +109,7 @@ class RequestLog:
             if live is None and not recording:
                 live = self._recording = _Recording(now_s, now_s)
             if live is None or recording not in (0, live.number):
-                fix = f"nobody read it for {IDLE_S:g} s, or the server started anew: begin another"
+                fix = f"not read for {IDLE_S:g} s, or the server restarted: begin another"
                 raise InvalidRequestError("recording", recording, fix)
             live.read_s = now_s
             if not recording:

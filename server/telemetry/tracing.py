@@ -107,16 +107,17 @@ class Tracing:
             **options,
         )
 
-    def scope_of(
-        self, method: str
-    ) -> Callable[[Any, grpc.ServicerContext], AbstractContextManager[object]]:
-        """Return the context manager for calls of ``/service/method``."""
+    def scope_of(self, method: str) -> Callable[[Any], AbstractContextManager[object]]:
+        """Return the context manager for calls of ``/service/method``.
+
+        It takes the call's context, which has the ``request`` at the end.
+        """
         service, _, name = method.strip("/").rpartition("/")
         attributes = {"rpc.system": "grpc", "rpc.service": service, "rpc.method": name}
 
         @contextmanager
-        def scope(request: Any, context: grpc.ServicerContext) -> Iterator[None]:
-            metadata: Any = context.invocation_metadata() or ()
+        def scope(call: Any) -> Iterator[None]:
+            metadata: Any = call.invocation_metadata() or ()
             texts = {name: value for name, value in metadata if isinstance(value, str)}
             carried = self._carrier.extract(texts)
             kind = self._api.SpanKind.SERVER
@@ -128,18 +129,18 @@ class Tracing:
                 finally:
                     if span.is_recording():
                         span.set_attribute("kvstore.request_id", str(request_id))
-                        self._finish(span, request, context)
+                        self._finish(span, call)
 
         return scope
 
-    def _finish(self, span: Span, request: Any, context: Any) -> None:
-        digests = getattr(request, "digests", None)
+    def _finish(self, span: Span, call: Any) -> None:
+        digests = getattr(call.request, "digests", None)
         if isinstance(digests, bytes):
             span.set_attribute("kvstore.chunks", len(digests) // DIGEST_BYTES)
-        code = context.code() or grpc.StatusCode.OK
+        code = call.code() or grpc.StatusCode.OK
         span.set_attribute("rpc.grpc.status_code", code.value[0])
         if code is not grpc.StatusCode.OK:
-            trailers = context.trailing_metadata() or ()
+            trailers = call.trailing_metadata() or ()
             names = [value for name, value in trailers if name == ERROR_NAME]
             span.set_attribute("kvstore.error", names[0] if names else code.name)
             span.set_status(self._api.StatusCode.ERROR)

@@ -56,7 +56,7 @@ class Breaker:
             self._failed = 0
             self._reason = ""
         if was_open:
-            logger.warning("circuit breaker closed: in use again", medium=self._name)
+            logger.warning("circuit breaker closed", medium=self._name)
 
     def fail(self, reason: str) -> None:
         """Count a failure of the medium."""
@@ -68,6 +68,6 @@ class Breaker:
             has_opened = self._failed == self._limit
         if has_opened:
             logger.warning(
-                "circuit breaker opened: not used, but tried again",
+                "circuit breaker opened",
                 medium=self._name, failures=self._limit, retry_s=self._retry_s, reason=reason,
             )  # fmt: skip

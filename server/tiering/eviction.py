@@ -54,11 +54,11 @@ class Eviction:
         tier = slot.tier
         size = request.info.size_bytes
         if size > (most := tier.max_frame_bytes):
-            fix = f"tier {tier.name!r} takes {most} at most"
+            fix = f"tier {tier.name!r} takes at most {most}"
             raise InvalidRequestError("frame_bytes", size, fix)
         key = request.info.key
         if request.is_original and slot.name in self._catalog.holders(key):  # a lossy copy
-            if not self._catalog.cast_out(slot.name, key, even_if_held=False):
+            if not self._catalog.drop_copy(slot.name, key, even_if_held=False):
                 raise TierFullError(slot.name, size, 0)
             self._counters.add("replaced_copies")
             self.discard(slot, key)
@@ -222,7 +222,7 @@ class Eviction:
             return
         if slot not in (self._tiers.cpu, self._tiers.gpu):
             self._catalog.evicted_below(key)
-        if self._catalog.cast_out(slot.name, key, even_if_held=False):
+        if self._catalog.drop_copy(slot.name, key, even_if_held=False):
             why = why if len(holders) == 1 else ""
             self._catalog.outcomes.note(key, Fate.evicted, slot.name, why)
             self.discard(slot, key)
@@ -235,7 +235,7 @@ class Eviction:
     def replace(self, info: ChunkInfo) -> bool:
         """Drop copies with less of a chunk's end state than *info*; False if one is being read."""
         for name in self._catalog.holders(info.key):
-            if not self._catalog.cast_out(name, info.key, even_if_held=False):
+            if not self._catalog.drop_copy(name, info.key, even_if_held=False):
                 return not self._catalog.is_less_complete(info.key, info.layout)
             self._counters.add("replaced_copies")
             self.delete_from(self._tiers.slots[name], info.key)
@@ -246,7 +246,7 @@ class Eviction:
         self._counters.add("corrupt_chunks")
         slot.tier.note_corrupt(key)
         self._catalog.outcomes.note(key, Fate.corrupt, slot.name)
-        if self._catalog.cast_out(slot.name, key):
+        if self._catalog.drop_copy(slot.name, key):
             self.delete_from(slot, key)
 
     def delete_from(self, slot: TierSlot, key: ChunkKey, *, urgent: bool = False) -> Ticket | None:

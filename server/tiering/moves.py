@@ -110,10 +110,10 @@ class Moves:
         batch_key = source.tier.batch_key(key)
         return self.work_queue.submit(queue, key, work, claimed=claimed, batch_key=batch_key)
 
-    def let_go_of_loads(self, tickets: Iterable[Ticket]) -> None:
+    def unclaim_loads(self, tickets: Iterable[Ticket]) -> None:
         """End one claim on each of *tickets*."""
         for ticket in tickets:
-            if not ticket.done and self.work_queue.let_go(ticket):
+            if not ticket.done and self.work_queue.unclaim(ticket):
                 self.counters.add("given_up_loads")
 
     def _raise_up(self, key: ChunkKey, source: TierSlot, tenant: str) -> bool:
@@ -131,8 +131,8 @@ class Moves:
         with self._lock:
             is_due = self._remote_reads.is_due(key)
         stats = self.tiers.cpu_tier.stats()
-        has_room = 100 * stats.used_bytes < FULL_PERCENT * stats.capacity_bytes
-        return has_room or (is_due and self.placement.promotes(key, source, self._cpu))
+        has_space = 100 * stats.used_bytes < FULL_PERCENT * stats.capacity_bytes
+        return has_space or (is_due and self.placement.promotes(key, source, self._cpu))
 
     def drop_duplicates(self) -> None:
         """Drop one of two copies: on exclusive slots, chunks promoted to CPU memory; in CPU memory,
@@ -172,7 +172,7 @@ class Moves:
                 return True
             return self._adopt(key, target)
         finally:
-            self.catalog.let_go(key)
+            self.catalog.release_hold(key)
 
     def note_moved(self, info: ChunkInfo, source: TierSlot, target: TierSlot) -> None:
         """Record a copy from *source* that is now on *target*."""
@@ -198,7 +198,7 @@ class Moves:
         copies = self.catalog.copies(key) if target.name in self.catalog.holders(key) else {}
         if target.name not in copies or not self._can_better(target, key, copies):
             return
-        if self.catalog.cast_out(target.name, key, even_if_held=False):
+        if self.catalog.drop_copy(target.name, key, even_if_held=False):
             self.counters.add("replaced_copies")
             if target is self._cpu:  # the store queues of others purge before they write
                 self.eviction.discard(target, key)
@@ -206,7 +206,7 @@ class Moves:
     def _adopt(self, key: ChunkKey, target: TierSlot) -> bool:
         """Index a copy that another server sealed first; False when it is gone again."""
         if not target.tier.shared:
-            raise TierUnavailableError(target.name, f"does not let go of {key.hex()}")
+            raise TierUnavailableError(target.name, f"did not release {key.hex()}")
         (info,) = target.tier.find([key])
         # The next lookup indexes one that is more complete than ours.
         if info is None or self.catalog.is_less_complete(key, info.layout):
@@ -268,7 +268,7 @@ class Moves:
             if source.name not in copies:
                 return False
             if self.work_queue.is_cancelled():
-                raise DeadlineError(f"load from {source.name}: nobody waits for it any more")
+                raise DeadlineError(f"load from {source.name}: cancelled")
             stored = copies[source.name]
             size = raw_frame_bytes(stored.layout)
             info = replace(stored, codec_id=RawCodec.codec_id, size_bytes=size)
@@ -286,7 +286,7 @@ class Moves:
                 self.note_moved(info, source, self._cpu)
             return True
         finally:
-            self.catalog.let_go(key)
+            self.catalog.release_hold(key)
 
     def _fill(self, stored: ChunkInfo, source: TierSlot, out: Bytes) -> bool:
         """Read, verify and decode the stored copy into *out* of a raw frame's size."""
@@ -321,7 +321,7 @@ class Moves:
         self.counters.add("unreadable_chunks")
         if source.tier.shared:  # other servers may read it
             self.catalog.forget(source.name, key)
-        elif self.catalog.cast_out(source.name, key):
+        elif self.catalog.drop_copy(source.name, key):
             self.eviction.delete_from(source, key)
 
     def read_bypass(self, stored: ChunkInfo, source: TierSlot) -> Bytes | None:

@@ -94,7 +94,7 @@ class Prefetch:
         """Cancel the loads of a lease that ended, unless a get waits for them."""
         with self._lock:
             tickets = self.by_lease.pop(lease_id, [])
-        self._moves.let_go_of_loads(tickets)
+        self._moves.unclaim_loads(tickets)
 
     def sweep(self, live: Container[int]) -> None:
         """Cancel the loads of leases that expired. Called at each tick."""

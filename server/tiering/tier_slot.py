@@ -189,7 +189,7 @@ class TierSlot:
 
         def arriving(size_bytes: int) -> None:
             if 2 * size_bytes < len(out) and is_cancelled():  # past half, finish it
-                raise DeadlineError(f"load from {self.name}: nobody waits for it any more")
+                raise DeadlineError(f"load from {self.name}: cancelled")
 
         verifier = FrameVerifier(out, info.key, header_bytes(info.layout), arriving)
         if not self.guarded(lambda: self.tier.read(info.key, out, 0, verifier), "read"):
@@ -231,7 +231,7 @@ class TierSlot:
     def guarded(self, work: Callable[[], bool], what: str = "use") -> bool:
         """Run *work* on the medium through the breaker; traces name it *what*."""
         if not self.breaker.allows():
-            raise TierUnavailableError(self.name, f"left alone for now: {self.breaker.reason}")
+            raise TierUnavailableError(self.name, f"unavailable: {self.breaker.reason}")
         try:
             done = work() if self.tracing is None else self.tracing.on_tier(self.name, what, work)
         except TierUnavailableError as error:

@@ -102,7 +102,7 @@ class WorkQueue:
 
         Urgent work goes before the rest, in order of arrival, and past the limit: a caller waits
         for each piece, and callers are bounded. Work whose name still waits or runs in the queue is
-        joined, not repeated. *claimed* work is cancelled once each claimer has called ``let_go``,
+        joined, not repeated. *claimed* work is cancelled once each claimer has called ``unclaim``,
         unless it is also submitted without a claim. A worker takes several of the same *batch_key*,
         in order.
         """
@@ -130,7 +130,7 @@ class WorkQueue:
         """Return how many urgent tickets wait, all at the head."""
         return sum(1 for _ in takewhile(lambda ticket: ticket.is_urgent, self._waiting[queue]))
 
-    def let_go(self, ticket: Ticket) -> bool:
+    def unclaim(self, ticket: Ticket) -> bool:
         """End one claim. Return whether that cancels the work.
 
         Running work ends where it next calls ``is_cancelled``.
@@ -144,7 +144,7 @@ class WorkQueue:
             if not ticket.is_begun:
                 with suppress(ValueError):  # a worker has taken it in a batch
                     self._waiting[ticket.queue].remove(ticket)
-                ticket.error = DeadlineError(f"{ticket.queue}: nobody waits for it any more")
+                ticket.error = DeadlineError(f"{ticket.queue}: cancelled")
                 self._end(ticket)
             return True
 

@@ -295,5 +295,5 @@ def open_publisher(
     sockets = EventSockets(config.events, config.events_replay, secret, readers, refused)
     publisher = EventPublisher(sockets, log, boot_id, counters, time.time, time.monotonic)
     public_key = zmq.curve_public(secret).decode() if secret else ""
-    logger.info("events are published", addresses=sockets.addresses, public_key=public_key)
+    logger.info("publishing events", addresses=sockets.addresses, public_key=public_key)
     return publisher

@@ -49,7 +49,7 @@ def load_key(folder: Path) -> bytes:
     try:
         zmq.curve_public(secret)
     except (ValueError, zmq.ZMQError):
-        fix = "holds no key of 40 characters; delete it to have another made"
+        fix = "has no key of 40 characters; delete it to generate another"
         raise InvalidRequestError("events_keys", str(path), fix) from None
     return secret
 
@@ -216,7 +216,7 @@ class EventSockets:
 
     def _bound(self, kind: int, endpoint: str, name: str) -> Socket:
         if endpoint.startswith("ipc:"):
-            fix = "others could connect; use a folder of this user's alone: chmod 700"
+            fix = "others could connect; use a folder of this user only: chmod 700"
             _make_private(Path(endpoint.removeprefix("ipc:")).parent, name, fix)
         socket = self._context.socket(kind)
         socket.sndhwm = SEND_QUEUE_BATCHES
@@ -238,7 +238,7 @@ class EventSockets:
         try:
             self.addresses.append(bind_to(socket, endpoint))
         except zmq.ZMQError as error:
-            fix = f"{error.strerror}; is it taken? choose another address"
+            fix = f"{error.strerror}; is it in use? choose another address"
             raise InvalidRequestError(name, endpoint, fix) from None
         return socket
 

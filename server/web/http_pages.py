@@ -29,7 +29,7 @@ MAX_READERS = 16
 METHOD = "Dashboard"
 """Name of a refused page in the audit log."""
 
-_WHERE = "kvstore: /metrics. The dashboard is for this machine, or goes over TLS: see --http-tls\n"
+_WHERE = "kvstore: /metrics. The dashboard is for this host only, or over TLS: see --http-tls\n"
 _REALM = {"WWW-Authenticate": 'Basic realm="kvstore", charset="UTF-8"'}
 _HEADERS = {
     "Content-Security-Policy": (
@@ -48,14 +48,14 @@ class Pages:
     """The application of the HTTP port. For its own thread only."""
 
     def __init__(
-        self, config: Settings, trust: Authorizer, metrics: MetricsText, dashboard: Dashboard
+        self, config: Settings, authorizer: Authorizer, metrics: MetricsText, dashboard: Dashboard
     ) -> None:
         # This host sees all pages. Other hosts see the dashboard over TLS with authentication or
         # with --insecure; and the metrics with credentials or with --open-pages.
         is_guarded = config.http_tls and config.authenticates_callers
         self._shows_dashboard = config.insecure or is_guarded
         self._guards_metrics = not (config.open_pages or config.insecure)
-        self._trust = trust
+        self._authorizer = authorizer
         self._metrics = metrics
         self._dashboard = dashboard
         self._readers = 0
@@ -69,7 +69,7 @@ class Pages:
         is_local = all(end is not None and is_loopback(end[0]) for end in ends)
         if is_local and not is_loopback((request.url.hostname or "").strip("[]")):
             # DNS rebinding: another site's name may resolve to this host.
-            return PlainTextResponse("ask for it as localhost or 127.0.0.1\n", 421)
+            return PlainTextResponse("use localhost or 127.0.0.1\n", 421)
         if is_page and not is_local and not self._shows_dashboard:
             return PlainTextResponse(_WHERE, 403)
         if is_page or (self._guards_metrics and not is_local):
@@ -88,15 +88,15 @@ class Pages:
         try:
             proof = [("authorization", _bearer(given))] if given else []
             certificate = {X509: [pem]} if pem else {}
-            principal = self._trust.authenticator.principal_of(proof, certificate)
+            principal = self._authorizer.authenticator.principal_of(proof, certificate)
             if "admin" not in principal.roles:
-                raise PermissionDeniedError(f"{principal.name} has not the role 'admin'")
+                raise PermissionDeniedError(f"{principal.name} lacks the role 'admin'")
         except KVStoreError as error:
             if is_noted and (given or pem):  # else a browser's first request, before its login
                 host, port = request.client or ("", 0)
                 peer = f"http:{host}:{port}"
                 outcome = type(error).__name__
-                self._trust.note(principal, METHOD, outcome, peer=lambda: peer)
+                self._authorizer.note(principal, METHOD, outcome, peer=lambda: peer)
             raise
 
     async def _answer(self, request: Request) -> Response:
@@ -114,7 +114,7 @@ class Pages:
             media_type, body = MEDIA[name]
             return Response(body, media_type=media_type, headers=_HEADERS)
         if self._readers >= MAX_READERS:
-            full = "as many pages are open as are kept up to date\n"
+            full = "too many live pages\n"
             return PlainTextResponse(full, 503, _HEADERS)
         events = self._events(request)
         return StreamingResponse(events, media_type="text/event-stream", headers=_HEADERS)
@@ -142,11 +142,11 @@ def _bearer(given: str) -> str:
     try:
         text = base64.b64decode(value, validate=True).decode()
     except (binascii.Error, UnicodeDecodeError):
-        raise UnauthenticatedError("bring a token as the password") from None
+        raise UnauthenticatedError("send a token as the password") from None
     return SCHEME + text.partition(":")[2]
 
 
-def open_http(config: Settings, backend: Backend, trust: Authorizer) -> HttpServer:
+def open_http(config: Settings, backend: Backend, authorizer: Authorizer) -> HttpServer:
     """Serve the metrics and the dashboard at ``--http``. Raises InvalidRequestError."""
     store = backend.store
     metrics = MetricsText(
@@ -158,7 +158,7 @@ def open_http(config: Settings, backend: Backend, trust: Authorizer) -> HttpServ
     tls: TlsFiles | None = None
     if config.http_tls and config.tls_cert is not None and config.tls_key is not None:
         tls = (config.tls_cert, config.tls_key, config.tls_client_ca)
-    pages = Pages(config, trust, metrics, dashboard)
+    pages = Pages(config, authorizer, metrics, dashboard)
     server = HttpServer(parse_endpoint(config.http), pages.app, tls, dashboard.tick)
     pages.is_ending = server.is_ending
     return server

@@ -32,6 +32,11 @@ def run(kvstore: Kvstore) -> Run:
     return run
 
 
+@pytest.mark.parametrize("group", ["token", "keys"])
+def test_a_list_of_a_file_that_is_not_there_names_it(tmp_path: Path, run: Run, group: str) -> None:
+    assert "/none': No such file" in run(group, "list", tmp_path / "none", status=2)
+
+
 def test_a_token_is_printed_once_listed_without_its_secret_and_revoked(
     tmp_path: Path, run: Run
 ) -> None:
@@ -104,10 +109,11 @@ def test_quotas_are_shown_and_changed_by_whoever_may_and_the_audit_log_holds(
     (acme,) = shown["tenants"]
     assert {tier["quota_bytes"] for tier in acme["tiers"]} == {8 << 20}
     change = ("quota", "set", "acme", *where, "--size", "4MiB", "--rate", "100", "--leases", "7")
-    assert "has not the role" in run("--token-file", engine, *change, status=3)
+    assert "lacks the role" in run("--token-file", engine, *change, status=3)
     told = run("--token-file", admin, *change)
     assert "4.0 MiB" in told
     run("--token-file", admin, "quota", "set", "acme", *where, "--size", "lots", status=2)
+    assert "give a limit" in run("quota", "set", "acme", *where, "--tier", "cpu", status=2)
     assert "acme" in run("--token-file", admin, "quota", "show", "--all", *where)
     assert "token" in run("quota", "show", *where, status=3)
     run("--token-file", admin, "status", *where)

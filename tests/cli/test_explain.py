@@ -224,6 +224,6 @@ def test_what_is_printed_into_a_pipe_has_whole_ids_one_row_a_line_and_no_lines_a
     named = [word for key in keys for word in ("--keys", key.hex())]
     shown = [explain(*argv)[1] for argv in (["--recent", "5"], named)]
     assert all(line.isascii() for line in shown)
-    assert f"model_revision: {SMALL.model_revision} stored, {'f' * 40} asked" in shown[0]
+    assert f"model_revision: stored {SMALL.model_revision}, requested {'f' * 40}" in shown[0]
     assert [key[DIGEST_BYTES:].hex() in shown[1] for key in keys] == [True, True]
     assert len(shown[1].splitlines()) == 2 + len(keys)

@@ -360,6 +360,6 @@ def test_heartbeats_keep_an_idle_session_alive_whatever_its_counts_are(
     client.keys([])
     (session,) = server.node.sessions.by_id.values()
     for _ in range(3):
-        heard_at = session.heard_at
-        assert eventually(lambda before=heard_at: session.heard_at > before)  # type: ignore[misc]
+        active_at = session.active_at
+        assert eventually(lambda before=active_at: session.active_at > before)  # type: ignore[misc]
     assert list(server.node.sessions.by_id.values()) == [session]

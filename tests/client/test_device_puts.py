@@ -330,7 +330,7 @@ def test_puts_without_a_ring_and_beyond_its_end_are_refused(
     transport = transport_of(client)
     written = ring.device.current_stream().record()
     headers = ring.headers(transport.session.representation_digest, chunks, written)
-    with pytest.raises(InvalidRequestError, match="bring a ring first"):
+    with pytest.raises(InvalidRequestError, match="send a ring first"):
         call(client, headers, [0])
     assert ring.register(transport) == ""
     with server.unchanged(), pytest.raises(InvalidRequestError, match="within a ring of 32768"):
@@ -394,7 +394,7 @@ def test_the_arena_stays_read_only_to_clients_and_a_draining_server_takes_no_put
     os.close(descriptor)
     headers = headers_of(client, ring, chunks)
     server.node.store.writes.is_draining = True
-    with pytest.raises(KVStoreError, match="drains"):
+    with pytest.raises(KVStoreError, match="draining"):
         call(client, headers, [0])
 
 

@@ -206,7 +206,7 @@ def drop_meanwhile(
     def drop_one(self: HostKernels, *given: Any) -> Sums:
         if not dropped:
             dropped.append(key)
-            assert moves.catalog.cast_out("gpu", key, even_if_held=True)
+            assert moves.catalog.drop_copy("gpu", key, even_if_held=True)
             assert gpu_of(server).delete(key)  # at once: the queue's thread may come too late
         return start(self, *given)
 

@@ -344,6 +344,12 @@ def test_headers_of_frames_that_cannot_be_are_refused() -> None:
             list(LayerStream(replies, limit_bytes=100).arriving())
 
 
+def test_a_header_of_which_too_little_came_is_refused_whatever_the_frame_s_size() -> None:
+    (cut,) = LayerStream(iter([reply(0, 0, HEAD, 500)]), limit_bytes=500).arriving()
+    with pytest.raises(InvalidFrameError, match="frame=6: a frame has at least"):
+        parse_header(cut.data)
+
+
 KEYS = [ChunkKey(bytes(31) + bytes([number])) for number in range(6)]
 
 

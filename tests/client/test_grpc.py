@@ -20,6 +20,7 @@ from simulation.clock import FakeClock
 from kvstore.client import ClientOptions
 from kvstore.client.connection import CircuitBreaker, Connection, Pool, Until, translate
 from kvstore.client.session import Session
+from kvstore.client.transports.base import read_outcomes
 from kvstore.client.transports.grpc import StreamTransport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -64,6 +65,16 @@ def failure(code: grpc.StatusCode, details: str | None, metadata: Any) -> Any:
     return SimpleNamespace(
         code=lambda: code, details=lambda: details, trailing_metadata=lambda: metadata
     )
+
+
+def test_a_server_that_contradicts_itself_is_an_error_of_the_store() -> None:
+    for outcomes, reasons in ((b"\0", []), (b"", ["one"]), (b"\xff", ["one"])):
+        with pytest.raises(InvalidRequestError, match=r"outcomes=.: the server's"):
+            read_outcomes(outcomes, reasons)
+    reply = pb.OpenSessionResponse(max_message_bytes=1, heartbeat_ms=1, key_namespace=bytes(16))
+    peer: Any = SimpleNamespace(address="there", call=lambda *_: reply)
+    with pytest.raises(InvalidRequestError, match="server='there': it sent invalid session terms"):
+        Session(peer, SMALL, ClientOptions())
 
 
 def test_failure_of_grpc_s_own_becomes_an_error_of_the_store() -> None:

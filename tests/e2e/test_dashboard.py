@@ -42,10 +42,10 @@ def test_the_page_shows_live_numbers_and_asks_only_its_own_server(
     browser.complaints.clear()
     browser.show(origin)
     browser.wait_for("document.querySelectorAll('section').length == 9")
-    assert browser.evaluate("document.getElementById('now-chunks-known').textContent") == "9"
+    assert browser.evaluate("document.getElementById('now-chunks').textContent") == "9"
     assert browser.evaluate("document.getElementById('now-hit-ratio').textContent") == "91.3%"
     shown = browser.evaluate("document.querySelector('main').innerText")
-    for part in ("cpu → disk", "hit_density", SMALL.model_id, "Calls of engines, lately"):
+    for part in ("cpu → disk", "hit_density", SMALL.model_id, "Calls of engines, recent"):
         assert part in shown
     assert browser.evaluate("document.querySelectorAll('#tiers tbody tr').length") == 2
     assert browser.evaluate("document.querySelectorAll('#prefixes tbody tr').length") == 2
@@ -55,7 +55,7 @@ def test_the_page_shows_live_numbers_and_asks_only_its_own_server(
     )
     client = server.connect("grpc")
     client.lookup(keys=store(client, 3, 4))
-    browser.wait_for("document.getElementById('now-chunks-known').textContent === '13'")
+    browser.wait_for("document.getElementById('now-chunks').textContent === '13'")
     browser.wait_for("document.getElementById('hits').textContent.includes('27')")
     assert browser.complaints == []
     assert len(browser.requests) >= 4, browser.requests

@@ -239,7 +239,7 @@ def test_memory_at_the_socket_does_not_count_as_requests_of_its_tenant(
     world: World, key_of: dict[str, str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     numbers = slabs_with(world, 20)
-    limits = world.server.node.trust.limits
+    limits = world.server.node.authorizer.limits
     now_s = limits._clock()
     monkeypatch.setattr(limits, "_clock", lambda: now_s)
     limits.set("acme", Limits(requests_per_s=3))

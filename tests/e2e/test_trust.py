@@ -167,7 +167,7 @@ def test_a_tenants_leases_and_requests_have_limits_with_names(
     leases[1].release()
     hasty = world.client(world.new_key("hasty"))
     keys = keys_of(hasty, 5, 2)
-    limits = world.server.node.trust.limits
+    limits = world.server.node.authorizer.limits
     now_s = limits._clock()
     monkeypatch.setattr(limits, "_clock", lambda: now_s)  # or else a slow machine is not hasty
     with pytest.raises(QuotaExceededError, match=r"tenant 'hasty' reached requests_per_s=5"):
@@ -177,7 +177,7 @@ def test_a_tenants_leases_and_requests_have_limits_with_names(
 def test_a_put_is_one_request_of_the_tenant_whose_session_it_is_on(
     world: World, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    limits = world.server.node.trust.limits
+    limits = world.server.node.authorizer.limits
     now_s = limits._clock()
     monkeypatch.setattr(limits, "_clock", lambda: now_s)
     putter = world.client(world.new_key("putter"))

@@ -14,7 +14,7 @@ from kvstore.proto.types import ChunkKey
 def drop(core: Core, versions: Sequence[Version], tier: str = "cpu") -> None:
     """Have a tier lose its copies."""
     for version in versions:
-        assert core.catalog.cast_out(tier, version.info.key)
+        assert core.catalog.drop_copy(tier, version.info.key)
         core.moves.eviction.delete_from(core.slot(tier), version.info.key)
 
 

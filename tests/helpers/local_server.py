@@ -159,7 +159,7 @@ class LocalServer:
         """Have the next read of chunks that nobody holds come from below CPU memory."""
         moves = self.node.store.moves
         for key in keys:
-            if moves.catalog.cast_out("cpu", key, even_if_held=False):
+            if moves.catalog.drop_copy("cpu", key, even_if_held=False):
                 moves.eviction.delete_from(moves.tiers.cpu, key)
 
     def stop(self) -> bool:

@@ -27,7 +27,7 @@ def leave_on_disk(
     assert eventually(lambda: all(wanted <= {*catalog.holders(key)} for key in keys))
     server.settled()
     for key in keys:
-        assert catalog.cast_out("cpu", key)
+        assert catalog.drop_copy("cpu", key)
         moves.eviction.delete_from(moves.tiers.cpu, key)
         exact = [*catalog.holders(key, Accuracy.exact)]
         assert exact == ([exact_on] if exact_on else []), "the codec kept it without loss"

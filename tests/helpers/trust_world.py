@@ -59,7 +59,7 @@ class World:
     def new_key(self, tenant: str, *roles: str) -> str:
         """Return a key that the server knows already."""
         key = self.ring.make(tenant, *roles)
-        self.server.node.trust.authenticator.refresh()
+        self.server.node.authorizer.authenticator.refresh()
         return key
 
     def dial(self, access: Access) -> Connection:

@@ -17,7 +17,7 @@ from vllm.v1.kv_offload.tiering import base
 from vllm.v1.kv_offload.tiering.base import JobResult
 from vllm.v1.kv_offload.tiering.factory import SecondaryTierFactory
 
-from kvstore.client.engines.vllm_tier import TELLS_KEYS_THAT_CAME, KVStoreTier
+from kvstore.client.engines.vllm_tier import REPORTS_PARTIAL_JOBS, KVStoreTier
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import Accuracy
 
@@ -105,7 +105,7 @@ def test_what_one_tier_stores_another_promotes(start: Start) -> None:
     assert (third.memory[1:4] == one.memory[1:4]).all()
 
 
-@pytest.mark.skipif(not TELLS_KEYS_THAT_CAME, reason="it takes no part of a promotion")
+@pytest.mark.skipif(not REPORTS_PARTIAL_JOBS, reason="it takes no part of a promotion")
 def test_a_promotion_that_fails_in_part_says_which_keys_came_and_is_not_tried_again(
     start: Start,
 ) -> None:

@@ -166,4 +166,4 @@ def test_vllm_44780_a_prompt_longer_than_one_request_is_explained_to_its_end(
     assert found["hit_chunks"] == 1_500
     assert states[1_501:4_097] == ["behind"] * 2_596
     reasons = {one["reason"] for one in found["chunks"][1_501:4_097]}
-    assert reasons == {"here, but chunk 1500 before it is not"}
+    assert reasons == {"cached, but the earlier chunk 1500 is not"}

@@ -55,7 +55,7 @@ def test_gpu_tier_without_what_it_needs_is_refused_with_the_fix(
     make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path / "absent")
-    with pytest.raises(InvalidRequestError, match=r"machine shows none; start with --tiers cpu"):
+    with pytest.raises(InvalidRequestError, match=r"host has none; start with --tiers cpu"):
         make_server("--tiers", "gpu,cpu")
     monkeypatch.setattr(config_module, "_CUDA_CONTROL", tmp_path)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
@@ -301,7 +301,7 @@ def test_a_folder_of_the_user_s_that_others_can_write_to_costs_the_socket_and_no
     process.environment["XDG_RUNTIME_DIR"] = str(tmp_path)
     process.start()
     assert "no Unix socket: clients of this host use the network" in process.errors
-    assert "others could swap the socket in" in process.errors
+    assert "others could replace the socket in" in process.errors
     with Client(process.address, SMALL, ClientOptions(deadline_ms=20_000)) as client:
         (put,) = client.put_chunks(chunks_of(client, keys_of(client, 1, 1)))
         assert put.outcome is PutOutcome.stored

@@ -100,7 +100,7 @@ class Schedule:
         self.world.store.tick()
         self.oracle.note_tick()
         silent = self.world.clock() - SESSION_TTL_S
-        late = [session for session in self.sessions if session.heard_at < silent]
+        late = [session for session in self.sessions if session.active_at < silent]
         expired = self.world.sessions.expire()
         self.world.counters.add("expired_sessions", expired)
         assert expired == len(late)
@@ -221,7 +221,7 @@ class Schedule:
             session = world.sessions.open(REPRESENTATION, "the end", tenant)
             mine = world.catalog.queries.keys_from(session.namespace)
             world.store.delete(mine, world.clock() + 1)
-            assert world.catalog.queries.page(session.namespace) == []
+            assert not list(world.catalog.queries.page(session.namespace))
             self.writers.put_one(session, universe().chains[tenant][0][0])
             assert world.sessions.close(session.session_id)
         world.settle()

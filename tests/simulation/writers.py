@@ -69,7 +69,7 @@ class Writers:
         ticket_id = self.draw.choice(list(self.oracle.puts))
         put = self.oracle.puts.pop(ticket_id)
         writes = self.world.store.writes
-        frame = put.ticket.room
+        frame = put.ticket.buffer
         assert frame is not None
         frame[:] = put.version.frame
         spoilt = self.draw.random() < 0.25

@@ -92,7 +92,7 @@ def test_a_removed_extent_takes_nothing_more_and_what_it_has_is_read_by_the_serv
             with pytest.raises(TierUnavailableError, match=r"it was removed .* restart the server"):
                 tier.flush()
     assert [line["log_level"] for line in logs] == ["warning"], "once"
-    with pytest.raises(InvalidRequestError, match="look the chunk up anew"):
+    with pytest.raises(InvalidRequestError, match="look the chunk up again"):
         tier.extent_file(number, "a")
     assert tier.file_place(info.key) is None, "who looks it up anew is not sent there again"
     assert_holds(tier, info, bytes_of(info))

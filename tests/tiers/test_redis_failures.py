@@ -343,6 +343,27 @@ def test_listing_that_never_ends_is_given_up_at_the_deadline(relayed: Relayed) -
     assert_given_up_in_time(lambda: list(tier.scan()))
 
 
+def list_without_end(client: socket.socket, reply: bytes) -> None:
+    """Answer everything with a page of a listing that has nothing and goes on."""
+    while True:
+        client.sendall(b"*2\r\n$1\r\n7\r\n*0\r\n")
+        if not client.recv(1 << 16):
+            return
+
+
+@pytest.mark.timeout(30)
+def test_listing_whose_pages_never_end_ends_in_time_and_forgets_nothing(
+    relayed: Relayed, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.tiers.redis_chunks.LIST_S", 0.2)
+    tier, handler = relayed
+    assert put(tier, PARTED, PARTED_BYTES)
+    counted = tier.stats()
+    handler.spoil = staticmethod(list_without_end)
+    assert list(tier.scan()) == []
+    assert tier.stats() == counted
+
+
 def test_frame_that_the_server_does_not_take_is_given_up_in_time(
     redis: RedisProcess, open_redis_tier: RedisTierMaker
 ) -> None:

@@ -368,7 +368,8 @@ class PageStore(Connector):
 
     def count(self, hashes: Sequence[str]) -> int:
         """Return the length of the longest stored prefix of *hashes*."""
-        return self.ask(lambda: self.client.lookup(keys=self.keys_of(digests_of(hashes))).ready, 0)
+        client = self.client
+        return self.guard(lambda: client.lookup(keys=self.keys_of(digests_of(hashes))).ready, 0)
 
     def load(self, hashes: Sequence[str], places: Sequence[LayerTensors]) -> int:
         """Read the longest stored prefix of *hashes* into *places*; return its page count."""
@@ -377,7 +378,7 @@ class PageStore(Connector):
             keys = self.keys_of(digests_of(hashes))
             return len(self.client.get_chunks(keys, places, shard=self.shard))
 
-        read = self.ask(get, 0)
+        read = self.guard(get, 0)
         tokens = self._pool.page_size
         with self._lock:
             self._counts["lookups"] += 1

@@ -180,7 +180,7 @@ class TransformersConnector(Connector):
         if prompt.to_compare is None:
             return None
         given = (self._model, prompt.tokens, prompt.to_compare, prompt.prefix)
-        return self.ask(lambda: self.client.report_reuse(generation.comparison(*given)), None)
+        return self.guard(lambda: self.client.report_reuse(generation.comparison(*given)), None)
 
     def _is_compared(self, prefix: Prefix) -> bool:
         """Return whether a prompt on *prefix* is compared with a full prefill."""

@@ -49,8 +49,8 @@ _WATCHED: dict[str, Attend] = {}
 """Wrappers registered with transformers in place of its attention implementations."""
 _FAULTS = (RuntimeError, MemoryError)
 """Errors of torch, such as out of memory: nothing is measured then, and no request fails."""
-_HERE = threading.local()
-"""Its ``look`` is this thread's measurement, if any."""
+_THREAD = threading.local()
+"""Its ``probe`` is this thread's measurement, if any."""
 
 
 # --- prompts, padded on the left in a batch, and settings
@@ -273,13 +273,13 @@ def noting_attention(
     if not is_seen or not _watch(config._attn_implementation):
         yield lambda: None
         return
-    _HERE.look = look = _Look(tokens, max(1, len(shape.tokens) // LAYERS))
-    stop: Callable[[], None] = lambda: setattr(_HERE, "look", None)  # noqa: E731
+    _THREAD.probe = probe = _AttentionProbe(tokens, max(1, len(shape.tokens) // LAYERS))
+    stop: Callable[[], None] = lambda: setattr(_THREAD, "probe", None)  # noqa: E731
     try:
         yield stop
     finally:
         stop()
-    caches.notes_of(cache).importance = look.weights()
+    caches.notes_of(cache).importance = probe.weights()
 
 
 def _watch(name: str) -> bool:
@@ -293,9 +293,9 @@ def _watch(name: str) -> bool:
     @wraps(own)
     def attend(module: Any, query: Tensor, key: Tensor, *more: Any, **named: Any) -> Any:
         # Compiled models have static caches, and cannot read thread-local state.
-        look = None if torch.compiler.is_compiling() else getattr(_HERE, "look", None)
-        if look is not None:
-            look.note(query, key, named.get("scaling"))
+        probe = None if torch.compiler.is_compiling() else getattr(_THREAD, "probe", None)
+        if probe is not None:
+            probe.note(query, key, named.get("scaling"))
         return own(module, query, key, *more, **named)
 
     _WATCHED[name] = attend
@@ -303,7 +303,7 @@ def _watch(name: str) -> bool:
     return True
 
 
-class _Look:
+class _AttentionProbe:
     """Collects the attention that each of *tokens* gets, in every *step*-th layer."""
 
     def __init__(self, tokens: int, step: int) -> None:
@@ -316,8 +316,8 @@ class _Look:
         """Record *queries*, (1, heads, some, dim), and *keys*, (1, kv_heads, tokens, dim)."""
         if keys.ndim != 4 or keys.shape[0] != 1 or keys.shape[2] != self._tokens:
             return
-        is_looked_at, self._layers = self._layers % self._step == 0, self._layers + 1
-        if is_looked_at and self._found is not None:
+        is_measured, self._layers = self._layers % self._step == 0, self._layers + 1
+        if is_measured and self._found is not None:
             try:
                 with torch.no_grad():
                     self._found.append(mean_attention(queries[0, :, -QUERIES:], keys[0], scale))

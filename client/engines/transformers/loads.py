@@ -19,7 +19,7 @@ from kvstore.client.chunk import LayerTensors, to_arrays
 from kvstore.client.client import Client
 from kvstore.client.decode import Layer
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import Allowed, Asked, Prefix, Span
+from kvstore.client.engines.prefix import Allowed, LoadRequest, Prefix, Span
 from kvstore.client.engines.transformers import cache as caches
 from kvstore.client.engines.transformers.cache import CacheShape, Held, Nested, copy
 from kvstore.client.engines.transformers.identity import WeightsChange
@@ -66,18 +66,18 @@ class Staging:
         """The ring's memory, uint8 (slots, slot bytes), and the device's, uint8 (slot bytes,)."""
         with torch.inference_mode(False):  # later users may be outside of it
             ring = self._device.staging(self.slots * self._slot_bytes)
-            room = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._where)
-        return ring.view(self.slots, -1), room
+            buffer = torch.empty(self._slot_bytes, dtype=torch.uint8, device=self._where)
+        return ring.view(self.slots, -1), buffer
 
     def to_host(self, tensors: LayerTensors) -> Nested:
         """Copy *tensors* into the ring's next slot, except those on the host; return them."""
-        ring, room = self._memory
+        ring, buffer = self._memory
         self._last = (self._last + 1) % self.slots
-        gathered, size = self._placed(room, tensors)
+        gathered, size = self._placed(buffer, tensors)
         found, _ = self._placed(ring[self._last], tensors)
         stream = self._device.current_stream()
         stream.launch(lambda: copy(gathered, tensors))
-        stream.copy(ring[self._last, :size], room[:size])
+        stream.copy(ring[self._last, :size], buffer[:size])
         stream.record().synchronize()
         return found
 
@@ -92,7 +92,7 @@ class Staging:
 
         Return the ``Stated`` of each. They are read a ring at a time, with one copy per chunk.
         """
-        ring, room = self._memory
+        ring, buffer = self._memory
         found: list[Stated] = []
         for start in range(0, len(keys), self.slots):
             some, wanted = keys[start : start + self.slots], dict[int, Nested]()
@@ -107,8 +107,8 @@ class Staging:
             client.get_chunks(some, place, accuracy=least, stated=stated)
             stream = self._device.current_stream()
             for index in range(len(stated)):
-                arrived, size = self._placed(room, wanted[index])
-                stream.copy(room[:size], ring[index, :size])
+                arrived, size = self._placed(buffer, wanted[index])
+                stream.copy(buffer[:size], ring[index, :size])
                 stream.launch(partial(copy, wanted[index], arrived))
             stream.record().synchronize()
             found += stated
@@ -234,10 +234,10 @@ class PrefixLoad:
             within = Deadline(call.deadline_ms / 1000, self._beside(failed), 0, call.began_s)
         self.in_layers &= can_wait and within is None and not is_compiled(link.model)
         read = partial(self._read, within)
-        asked = Asked(len(self.tokens), link.shape.has_ends, within)
+        request = LoadRequest(len(self.tokens), link.shape.has_ends, within)
         with nullcontext() if link.staging is None else link.staging.lock:
             self.prefix, self._reason = self._connector.attempt(
-                self.tokens, read, call.extra, call.allowed, asked
+                self.tokens, read, call.extra, call.allowed, request
             )
         prefix, held, self._held = self.prefix, self._held, None
         if held is not None and prefix.hit_tokens:
@@ -297,21 +297,21 @@ class PrefixLoad:
         def out(at: int, layout: KVLayout) -> Nested:
             return held.chunk(shape, layout, spans[first + at])
 
-        def rooms() -> list[Nested]:
+        def outs() -> list[Nested]:
             return [held.chunk(shape, self._layout(span), span) for span in spans]
 
         if link.staging is not None:
             stated = link.staging.read(client, wanted, out, least)
         elif within is not None:
             tail_tokens = len(self.tokens) - spans[-1][1]
-            return self._connector._read_within(keys, rooms(), first, least, within, tail_tokens)
+            return self._connector._read_within(keys, outs(), first, least, within, tail_tokens)
         elif not first and self._begins_layers(least):
-            self._layers = self._drawn(keys, rooms)
-            self._draw()
+            self._layers = self._layer_stream(keys, outs)
+            self._next_layer()
             stated = [EXACT] * min(self._counts.values(), default=0)
         else:
-            room = lambda at, layout: to_arrays(out(at, layout))  # noqa: E731
-            client.get_chunks(wanted, room, accuracy=least, stated=stated)
+            target = lambda at, layout: to_arrays(out(at, layout))  # noqa: E731
+            client.get_chunks(wanted, target, accuracy=least, stated=stated)
             link.meter.observe(sum(self._sizes[: len(stated)]), time.monotonic() - self._began_s)
             link.is_doubted &= not stated
         return () if shape.has_ends and len(stated) < len(keys) else stated
@@ -341,19 +341,19 @@ class PrefixLoad:
             and self._link.layered.acquire(blocking=False)
         )
 
-    def _drawn(
-        self, keys: Sequence[ChunkKey], rooms: Callable[[], Sequence[LayerTensors]]
+    def _layer_stream(
+        self, keys: Sequence[ChunkKey], outs: Callable[[], Sequence[LayerTensors]]
     ) -> Generator[Layer, None, None]:
         try:
-            with closing(self._connector.client.get_chunk_layers(keys, rooms())) as layers:
+            with closing(self._connector.client.get_chunk_layers(keys, outs())) as layers:
                 yield from layers
         finally:
             self._link.layered.release()
 
-    def _draw(self) -> bool:
+    def _next_layer(self) -> bool:
         """Wait for the next layer; return whether one arrived. Raises KVStoreErrors."""
         assert self._layers is not None
-        asked_s = time.monotonic()
+        started_s = time.monotonic()
         try:
             layer = next(self._layers, None)
             if layer is not None:
@@ -361,10 +361,10 @@ class PrefixLoad:
             return layer is not None
         finally:
             now_s = time.monotonic()
-            if now_s - asked_s > WAITED_S:
+            if now_s - started_s > WAITED_S:
                 layers = len(layer_order(self._connector.client.model))
-                came_bytes = sum(self._sizes) * len(self._counts) // layers
-                self._link.meter.observe(came_bytes, now_s - self._began_s)
+                arrived_bytes = sum(self._sizes) * len(self._counts) // layers
+                self._link.meter.observe(arrived_bytes, now_s - self._began_s)
 
     def _update(self, number: int, *new: Any, **more: Any) -> Any:
         """Update the cache's layer with *new* keys and values, once its loaded ones arrived."""
@@ -374,7 +374,7 @@ class PrefixLoad:
     def _wait(self, number: int) -> None:
         """Wait for layer *number*. Raises _LayerLostError, which ends the forward, if lost."""
         began_s = time.perf_counter()
-        while number not in self._counts and self._connector.ask(self._draw, False):
+        while number not in self._counts and self._connector.guard(self._next_layer, False):
             pass
         self.waited_s += time.perf_counter() - began_s
         if self._counts.get(number, 0) < len(self.prefix.tiers):
@@ -383,7 +383,7 @@ class PrefixLoad:
         if not self._arriving:
             assert self._layers is not None
             # Free the loaded tensors: the growing cache has copies.
-            self._connector.ask(self._layers.close, None)
+            self._connector.guard(self._layers.close, None)
 
     def run(self, work: Callable[[], T]) -> T:
         """Return the result of *work*, the forward; ``prefix`` is then what the cache held.
@@ -408,7 +408,7 @@ class PrefixLoad:
     def _cut(self) -> None:
         """Cut the cache to the leading chunks that are valid in all layers."""
         self._link.is_doubted = True
-        while self._connector.ask(self._draw, False):
+        while self._connector.guard(self._next_layer, False):
             pass
         numbers, was = [shape.layer for shape in self._link.shape.tokens], self.prefix
         chunks = min(self._counts.get(number, 0) for number in numbers)

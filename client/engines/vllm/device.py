@@ -325,7 +325,7 @@ class DeviceSide:
             return client.put_on_device(self._puts, placed, written, hints)
 
         nothing: list[Put] = []
-        outcomes = self._connector.ask(put, nothing)
+        outcomes = self._connector.guard(put, nothing)
         pairs = zip(whole, outcomes, strict=False)
         return {number for (number, _), one in pairs if one.outcome in _THERE}
 
@@ -349,7 +349,7 @@ class DeviceSide:
             paged = self._paged(self.layouts[True], job, 0, len(keys))
             paged = replace(paged, shard=self._shard)
             straight = partial(client.read_on_device, keys, paged, self.reader)
-            job.read = self._connector.ask(lambda: straight(job.after, job.arrived), 0)
+            job.read = self._connector.guard(lambda: straight(job.after, job.arrived), 0)
         while job.read < len(job.digests) and not job.is_over() and not client.is_shut:
             some = min(LOAD_SLOTS, len(job.digests) - job.read)
             read = self._through_host(job, job.read, some)

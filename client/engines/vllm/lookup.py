@@ -205,7 +205,7 @@ class LookupWorker:
         self._clock = clock
         self._failed_s: float | None = None
         self._waiting = 0
-        self._answers = threading.Condition()  # guards _waiting
+        self._changed = threading.Condition()  # guards _waiting
         threads = (WAITERS if role.wait_ms else 1) if threads is None else threads
         self._threads = DaemonThreads("kvstore-lookup", threads)
         if threads:
@@ -216,24 +216,24 @@ class LookupWorker:
         """Whether the last attempt to reach the store failed."""
         return self._failed_s is not None
 
-    def note_down(self) -> None:
+    def record_failure(self) -> None:
         """Record a failure of the store detected elsewhere."""
         self._failed_s = self._clock()
 
     def submit(self, tokens: Sequence[int], identify: Callable[[], CacheIdentity]) -> PendingLookup:
         """Queue a lookup of *tokens*; *identify* returns their identity, and may read files."""
         lookup = PendingLookup(self._clock())
-        if not self._do(partial(self._answer, lookup, tokens, identify), lookup):
+        if not self._do(partial(self._run, lookup, tokens, identify), lookup):
             lookup.refusal, lookup.result = "queue", NOTHING
         return lookup
 
-    def take_back(self, digests: Sequence[ChainDigest]) -> None:
+    def withdraw(self, digests: Sequence[ChainDigest]) -> None:
         """Withdraw announcements of *digests*; if the queue is full they expire."""
         if self._role.handover_ms and digests and not self.is_down:
             self._do(partial(self._announce, digests, 0.0))
 
     def _do(self, work: Callable[[], object], lookup: PendingLookup | None = None) -> bool:
-        with self._answers:
+        with self._changed:
             if self._waiting >= MAX_WAITING_LOOKUPS:
                 return False
             self._waiting += 1
@@ -242,18 +242,18 @@ class LookupWorker:
 
     def _end(self, lookup: PendingLookup | None, _: Future[object]) -> None:
         """Count down finished or cancelled work; a lookup without a result is a miss."""
-        with self._answers:
+        with self._changed:
             if lookup is not None:
                 lookup.result = lookup.result or NOTHING
             self._waiting -= 1
-            self._answers.notify_all()
+            self._changed.notify_all()
 
     def wait(self, lookup: PendingLookup, within_s: float) -> None:
         """Wait until *lookup* has a result, at most *within_s*. For an idle engine."""
-        with self._answers:
-            self._answers.wait_for(lambda: lookup.result is not None, within_s)
+        with self._changed:
+            self._changed.wait_for(lambda: lookup.result is not None, within_s)
 
-    def _answer(
+    def _run(
         self, lookup: PendingLookup, tokens: Sequence[int], identify: Callable[[], CacheIdentity]
     ) -> None:
         # A failed store is retried even with a lookup that is over.
@@ -283,7 +283,7 @@ class LookupWorker:
 
     def _look(self, digests: Sequence[ChainDigest]) -> LookupResult | None:
         digests = digests[:MAX_LOOKUP_CHUNKS]
-        result = self._connector.ask(lambda: self._find(digests), None)
+        result = self._connector.guard(lambda: self._find(digests), None)
         if result is not None and result.found < len(digests):
             self._announce(digests[result.found :], self._role.handover_ms / 1000)
         self._failed_s = self._clock() if result is None else None
@@ -304,8 +304,8 @@ class LookupWorker:
     def _announce(self, digests: Sequence[ChainDigest], within_s: float) -> None:
         """Announce chunks to other lookups for *within_s*; 0: withdraw the announcement."""
         if self._role.handover_ms:
-            ask, client = self._connector.ask, self._connector.client
-            ask(lambda: client.announce_puts(self._connector.keys_of(digests), within=within_s), 0)
+            link = self._connector
+            link.guard(lambda: link.client.announce_puts(link.keys_of(digests), within=within_s), 0)
 
     def close(self) -> None:
         """Stop the threads; the client's deadline bounds lookups in progress."""

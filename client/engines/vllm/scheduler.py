@@ -58,7 +58,7 @@ class RequestTracker:
     """Tokens in the engine's own cache at the last ``matched_tokens``."""
     is_counted: bool = False
     is_loaded: bool = False
-    is_looked_at: bool = False
+    is_checked: bool = False
     """Whether its tokens in the engine's own cache were checked for lossy blocks."""
     load: messages.LoadSpec | None = None
     """To be sent with the next plan."""
@@ -102,7 +102,7 @@ class VllmScheduler:
         self._tracked: dict[str, RequestTracker] = {}
         self._computing: set[str] = set()
         """Requests of the last step that are not finished."""
-        self._patience_s = TOGETHER_S
+        self._wait_left_s = TOGETHER_S
         """How long the next step may still wait for lookups, if there are none."""
         self._lossy = LossyBlocks(shape.block_tokens)
         self._recent: OrderedDict[ChainDigest, float] = OrderedDict()
@@ -138,7 +138,7 @@ class VllmScheduler:
         elif tracked.preemptions != request.num_preemptions:
             # Its blocks are gone; chunks stored since then may be loaded.
             tracked.lookup, tracked.preemptions = self._look_up(request), request.num_preemptions
-            tracked.is_loaded = tracked.is_looked_at = False
+            tracked.is_loaded = tracked.is_checked = False
         return tracked
 
     def _stated_of(self, request: Any) -> tuple[Hints, Deadline | None]:
@@ -194,12 +194,12 @@ class VllmScheduler:
 
     def _await(self, lookup: PendingLookup) -> None:
         """Wait for a lookup if the engine is idle, briefly for all lookups of a step."""
-        if self._computing or self._patience_s <= 0.0 or self._desk.is_down:
+        if self._computing or self._wait_left_s <= 0.0 or self._desk.is_down:
             return
         began = self._clock()
-        self._desk.wait(lookup, min(self._patience_s, lookup.began_s + self._late_s - began))
+        self._desk.wait(lookup, min(self._wait_left_s, lookup.began_s + self._late_s - began))
         is_over = lookup.result is not None
-        self._patience_s -= self._clock() - began if is_over else self._patience_s
+        self._wait_left_s -= self._clock() - began if is_over else self._wait_left_s
 
     def _counted(self, tracked: RequestTracker, hit_tokens: int, reason: str) -> int:
         """Count a request's result once: vLLM calls again if it has no free blocks."""
@@ -242,22 +242,22 @@ class VllmScheduler:
         self._computing.discard(request.request_id)
         tracked = self._tracked.pop(request.request_id, None)
         if tracked is not None:
-            self._give_up(tracked)
+            self._withdraw(tracked)
 
-    def _give_up(self, tracked: RequestTracker) -> None:
+    def _withdraw(self, tracked: RequestTracker) -> None:
         """Withdraw a request's announcements, except chunks that others have announced, too."""
         tracked.lookup.is_over = True
         left = tracked.lookup.digests[tracked.stored or 0 : MAX_LOOKUP_CHUNKS]
         if left and self._role.handover_ms:
             lookups = [one.lookup for one in self._tracked.values() if not one.lookup.is_over]
             others = {digest for one in lookups for digest in one.digests}
-            self._desk.take_back([digest for digest in left if digest not in others])
+            self._desk.withdraw([digest for digest in left if digest not in others])
 
     def reset(self) -> None:
         """Stop loading earlier chunks: the engine's weights may have changed."""
         self._epoch = os.urandom(EPOCH_BYTES)
         for tracked in self._tracked.values():
-            self._give_up(tracked)
+            self._withdraw(tracked)
             # Requests in progress are of both weights: their KV has no name.
             tracked.lookup = PendingLookup(0.0, NOTHING)
         if self.events is not None:
@@ -277,9 +277,9 @@ class VllmScheduler:
             return messages.StepPlan()
         for request_id in getattr(output, "preempted_req_ids", None) or ():
             if request_id in self._tracked:  # announced again once it resumes
-                self._give_up(self._tracked[request_id])
+                self._withdraw(self._tracked[request_id])
         self._learn_speed(output.num_scheduled_tokens)
-        self._computing, self._patience_s = set(output.num_scheduled_tokens), TOGETHER_S
+        self._computing, self._wait_left_s = set(output.num_scheduled_tokens), TOGETHER_S
         loads = [one.load for one in self._tracked.values() if one.load is not None]
         for one in self._tracked.values():
             one.load = None
@@ -308,8 +308,8 @@ class VllmScheduler:
         if tracked is None:
             return None
         request, size, block = tracked.request, self.chunk_tokens, self._shape.block_tokens
-        if not tracked.is_looked_at:
-            self._look_at(tracked)
+        if not tracked.is_checked:
+            self._check_lossy(tracked)
         # Excludes speculative tokens, which are not the request's own.
         whole = min(request.num_computed_tokens + tokens, request.num_tokens) // size
         if tracked.stored is not None and whole <= tracked.stored:
@@ -336,9 +336,9 @@ class VllmScheduler:
         tables = tuple(tuple(table[blocks]) for table in tables_of(request_id))
         return messages.SaveSpec(request_id, chunks, tables, tracked.hints)
 
-    def _look_at(self, tracked: RequestTracker) -> None:
+    def _check_lossy(self, tracked: RequestTracker) -> None:
         """Record the exact tokens that the request found in the engine's own cache."""
-        tracked.is_looked_at = True
+        tracked.is_checked = True
         request = tracked.request
         held = tracked.computed_tokens if tracked.is_loaded else request.num_computed_tokens
         exact = self._lossy.exact_tokens(request, held)
@@ -350,7 +350,7 @@ class VllmScheduler:
         stop = max(first, min(whole, tracked.exact_tokens // self.chunk_tokens))
         if stop < whole:
             self.counted["lossy_unstored_chunks"] += whole - stop
-            self._desk.take_back(tracked.lookup.digests[stop:whole])
+            self._desk.withdraw(tracked.lookup.digests[stop:whole])
         return stop
 
     def _remember(self, digests: Iterable[ChainDigest]) -> None:
@@ -372,8 +372,8 @@ class VllmScheduler:
         self._refusal = self._refusal or ("pages" if report.refusal else "")
         self._is_waiting = report.is_waiting
         if report.is_down:
-            self._desk.note_down()
-        self._desk.take_back([*report.unstored])
+            self._desk.record_failure()
+        self._desk.withdraw([*report.unstored])
         self._forget(report.unstored)
         if self.events is not None:
             self.events.stored(report.stored)

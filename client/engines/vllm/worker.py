@@ -39,7 +39,7 @@ Copy: TypeAlias = "blocks.BlockCopy | DeviceCopy"
 
 IDLE_WAIT_S = 0.005
 """An idle step's wait for a load: it computes nothing, and would poll again at once."""
-BREATH_S = 0.005
+STORE_DELAY_S = 0.005
 """A store's delay before it begins: the step that filled its chunks still emits a token, and they
 share the interpreter. Not between the batches of a backlog."""
 SHUTDOWN_S = 5.0
@@ -137,7 +137,7 @@ class VllmWorker:
             except (*messages.INCOMPATIBLE, KVStoreError, OSError) as error:
                 self.refuse(f"{type(error).__name__}: {error}")
             else:  # a load detects a hung server only within a session
-                opens = partial(self._connector.ask, client.send_counts, None)
+                opens = partial(self._connector.guard, client.send_counts, None)
                 self._loader.submit(opens)
         return self._refusal
 
@@ -155,10 +155,10 @@ class VllmWorker:
     def drop_pages(self) -> bool:
         """Release the engine's pages until others are registered; return whether there were any."""
         side, self._side = self._side, None
-        self._give_up([one.chunk for one in self._waiting], "gone_chunks")
+        self._drop([one.chunk for one in self._waiting], "gone_chunks")
         self._waiting = []
         if side is not None and self.settled(SHUTDOWN_S):
-            self._connector.ask(side.close, None)
+            self._connector.guard(side.close, None)
         return side is not None
 
     def refuse(self, reason: str) -> None:
@@ -177,13 +177,13 @@ class VllmWorker:
         client = self._connector.client
 
         def watch() -> None:
-            patience_s = QUIET_S
+            wait_s = QUIET_S
             while not load.done():
                 arrived = self._arrived
-                wait([load], patience_s)
+                wait([load], wait_s)
                 if self._arrived == arrived and not load.done():
-                    self._connector.ask(client.end_if_hung, False)
-                    patience_s = AGAIN_S
+                    self._connector.guard(client.end_if_hung, False)
+                    wait_s = AGAIN_S
 
         self._watcher.submit(watch)
 
@@ -195,7 +195,7 @@ class VllmWorker:
         if not plan.loads:
             return
         side = self._usable
-        after = self._connector.ask(side.mark, None) if side is not None else None
+        after = self._connector.guard(side.mark, None) if side is not None else None
         for spec in plan.loads:
             with self._changed:
                 self._loading += 1
@@ -227,7 +227,7 @@ class VllmWorker:
             terms,
         )
         if side is not None and not is_late:
-            self._connector.ask(partial(side.read, job), None)
+            self._connector.guard(partial(side.read, job), None)
             self._was_short = max(job.read, len(job.stated)) < wanted
         is_far = side is not None and side.is_gpu_tier_far
         with self._changed:
@@ -297,33 +297,33 @@ class VllmWorker:
         taken = plan.taken_blocks
         if lost := [one for one in self._waiting if one.lies_in(taken)]:
             self._waiting = [one for one in self._waiting if not one.lies_in(taken)]
-            self._give_up([one.chunk for one in lost], "gone_chunks")
+            self._drop([one.chunk for one in lost], "gone_chunks")
         if not self._storing:
             return
         with self._changed:
             storing = [*self._storing]
         for one in storing:
             if isinstance(one.copy, blocks.BlockCopy) and one.lies_in(taken):
-                self._connector.ask(one.copy.run, None)
+                self._connector.guard(one.copy.run, None)
 
     def store(self, plan: messages.StepPlan) -> None:
         """Copy and send the step's completed chunks, as far as limits allow."""
         side = self._usable
         for spec in plan.stores:
             if side is None:
-                self._give_up(spec.chunks)
+                self._drop(spec.chunks)
             else:
-                self._line_up(side, spec)
+                self._enqueue(side, spec)
         if side is not None:
             self._begin_copies(side)
 
-    def _line_up(self, side: Side, spec: messages.SaveSpec) -> None:
+    def _enqueue(self, side: Side, spec: messages.SaveSpec) -> None:
         """Queue the leading chunks that fit: later ones are useless without them."""
         most = MOST_COPIES
         if not side.waits_in_pages:
             most = min(most, max(1, self._queue_bytes // side.chunk_bytes))
         free = max(0, most - len(self._storing) - len(self._waiting))
-        self._give_up(spec.chunks[free:], "dropped_chunks")
+        self._drop(spec.chunks[free:], "dropped_chunks")
         some = spec.chunks[:free]
         pairs = zip(some, self._cut(spec.tables, len(some)), strict=True)
         self._waiting += [_Save(chunk, tables, spec.hints, side) for chunk, tables in pairs]
@@ -335,9 +335,9 @@ class VllmWorker:
             return
         chunks = [one.tables for one in waiting]
         nothing: Sequence[Copy] | None = None
-        copies = self._connector.ask(lambda: side.copies(chunks), nothing)
+        copies = self._connector.guard(lambda: side.copies(chunks), nothing)
         if copies is None:  # they would fail in the next step, too
-            self._give_up([one.chunk for one in waiting], "dropped_chunks")
+            self._drop([one.chunk for one in waiting], "dropped_chunks")
             return
         begun, self._waiting = waiting[: len(copies)], waiting[len(copies) :]
         for one, copy in zip(begun, copies, strict=True):
@@ -347,7 +347,7 @@ class VllmWorker:
                 self._storing += begun
             self._storer.submit(self._send_all)
 
-    def _give_up(self, chunks: Sequence[messages.ChunkName], count: str = "") -> None:
+    def _drop(self, chunks: Sequence[messages.ChunkName], count: str = "") -> None:
         """Report chunks that will not be stored; count them under *count* if given."""
         with self._changed:
             self._note_unstored(chunks)
@@ -356,10 +356,10 @@ class VllmWorker:
 
     def _send_all(self) -> None:
         if self._storing:  # else an earlier call sent them
-            time.sleep(BREATH_S)
+            time.sleep(STORE_DELAY_S)
         while batch := self._next_batch():
             try:
-                self._connector.ask(partial(self._send, batch), None)
+                self._connector.guard(partial(self._send, batch), None)
             finally:
                 with self._changed:
                     del self._storing[: len(batch)]
@@ -380,9 +380,9 @@ class VllmWorker:
         near = side.put_near(lambda: [self._chunk(one.chunk) for one in batch], copies, hints)
         rest = [(batch[at].chunk, copy) for at, copy in enumerate(copies) if at not in near]
         for _, copy in rest:
-            self._connector.ask(copy.begin, None)
+            self._connector.guard(copy.begin, None)
         for _, copy in rest:
-            self._connector.ask(copy.run, None)
+            self._connector.guard(copy.run, None)
         sent = [(chunk, copy.result) for chunk, copy in rest if copy.result is not None]
         outcomes = self._connector.write_each(
             lambda: [self._chunk(chunk, result) for chunk, result in sent], hints
@@ -451,5 +451,5 @@ class VllmWorker:
         for threads in (self._loader, self._storer, self._watcher):
             threads.close()
         if is_over and side is not None:
-            self._connector.ask(side.close, None)
+            self._connector.guard(side.close, None)
         self._connector.close()

@@ -127,7 +127,7 @@ def test_asking_reading_and_writing_never_raise(connect: Connect) -> None:
         raise BrokenError
 
     connector = connect().connector
-    assert connector.ask(broken, None) is None
+    assert connector.guard(broken, None) is None
     assert connector.write_each(broken) == []
     assert connector.read([ChainDigest(bytes(16))], []) == 0
     stats = connector.stats()

@@ -51,7 +51,7 @@ class Desk(LookupWorker):
         self.now_s = 100.0
         options = ClientOptions(chunk_tokens=64, retry_after_ms=round(1000 * RETRY_S))
         connector: Any = SimpleNamespace(
-            client=SimpleNamespace(options=options), ask=lambda work, _: work()
+            client=SimpleNamespace(options=options), guard=lambda work, _: work()
         )
         super().__init__(connector, BOTH, clock=lambda: self.now_s)
 
@@ -148,8 +148,8 @@ from kvstore.client.engines.vllm.lookup import CacheIdentity, LookupWorker
 from kvstore.client.engines.vllm.messages import BOTH
 hangs = threading.Event()
 client = SimpleNamespace(options=ClientOptions(chunk_tokens=64))
-ask = lambda work, _: hangs.set() or threading.Event().wait()
-desk = LookupWorker(SimpleNamespace(client=client, ask=ask), BOTH)
+guard = lambda work, _: hangs.set() or threading.Event().wait()
+desk = LookupWorker(SimpleNamespace(client=client, guard=guard), BOTH)
 desk.submit(list(range(64)), CacheIdentity)
 hangs.wait()
 """

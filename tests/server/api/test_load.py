@@ -7,6 +7,7 @@ import threading
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
+from pathlib import Path
 from typing import Any
 
 import grpc
@@ -14,20 +15,26 @@ import pytest
 from conftest import ServerMaker
 from grpc_health.v1 import health_pb2, health_pb2_grpc
 from helpers.bare_wire import wire_to
-from helpers.local_server import LocalServer, eventually
-from helpers.prompts import SMALL, frame_of, store
+from helpers.credentials import KeyRing
+from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
+from helpers.prompts import LARGE, SMALL, frame_of, store
 
+from kvstore.client import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, QuotaExceededError
 from kvstore.server.api import grpc_server, load_shedding
 from kvstore.server.api.grpc_server import most_connections
+from kvstore.server.api.interceptors import AuthenticatedContext
 from kvstore.server.api.load_shedding import (
     CALLS_PER_WORKER,
     GRACE_S,
+    SLOW_FOR_S,
+    SLOW_S,
     STALL_S,
     WRITES_PER_WORKER,
     StallGuard,
 )
+from kvstore.server.security.sessions import ROLES, Principal
 from kvstore.server.settings.process_limits import LEAST
 
 
@@ -190,6 +197,72 @@ def test_who_says_nothing_is_ended_the_longest_silent_first() -> None:
     assert len(guard._waiting) == 0
 
 
+def test_a_slow_tenant_gets_the_last_quarter_of_threads_again_when_its_time_is_over() -> None:
+    now, both = [0.0], [Principal("key:1", name, ROLES) for name in ("slow", "other")]
+    guard = StallGuard(1, lambda: now[0])
+    calls: list[Any] = [Silent() for _ in range(3)]
+    silent = [AuthenticatedContext(one, both[0]) for one in calls]
+    with ThreadPoolExecutor(3) as threads:
+        for count, one in enumerate(silent, 1):
+            threads.submit(list, guard.each(calls[count - 1], one))
+            assert eventually(lambda count=count: len(guard._waiting) == count)  # type: ignore[misc]
+        slow, other = (AuthenticatedContext(Silent(), who) for who in both)  # type: ignore[arg-type]
+        assert list(guard.each(iter([1]), slow)) == [1], "nobody is slow yet"
+        now[0] = SLOW_S
+        assert guard.tick() == 0
+        with pytest.raises(QuotaExceededError, match="slow"):
+            list(guard.each(iter([1]), slow))
+        with pytest.raises(QuotaExceededError, match="slow"):
+            list(guard.taken(iter([1]), slow))
+        assert list(guard.each(iter([1]), other)) == [1]
+        now[0] = STALL_S
+        assert guard.tick() == 3
+        assert eventually(lambda: not guard._waiting)
+        assert list(guard.each(iter([1]), slow)) == [1]
+        now[0] = STALL_S + SLOW_FOR_S
+        assert guard.tick() == 0
+    assert not guard._slow
+
+
+def test_a_tenant_that_renews_its_silent_calls_leaves_threads_for_another(
+    make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(load_shedding, "SLOW_S", 0.1)
+    ring = KeyRing(tmp_path / "keys")
+    hostile, honest = ring.make("hostile"), ring.make("honest")
+    server = make_server("--workers", "16", "--cpu", "16MiB", "--auth-keys", str(ring.path))
+    over = threading.Event()
+
+    def silent() -> Iterator[bytes]:
+        over.wait(60)
+        yield from ()
+
+    def answered(key: str, messages: Iterator[bytes]) -> bool:
+        """Whether a call on a connection of its own has an answer."""
+        options = [("grpc.use_local_subchannel_pool", 1)]
+        with grpc.insecure_channel(server.address, options) as channel:
+            call = channel.stream_unary(SERVICE + "Quota", None, None)
+            try:
+                call(messages, timeout=2, metadata=(("authorization", f"Bearer {key}"),))
+            except grpc.RpcError:
+                return False
+            return True
+
+    def renew() -> None:
+        while not over.is_set():
+            assert not answered(hostile, silent())
+
+    with ThreadPoolExecutor(24) as threads:
+        renewed = [threads.submit(renew) for _ in range(24)]
+        guard = server.node._shedder.reads.stall_guard
+        found = eventually(lambda: "hostile" in guard._slow and answered(honest, iter([b""])))
+        answers = [answered(honest, iter([b""])) for _ in range(20)]
+        over.set()
+    assert found
+    assert [one.result() for one in renewed] == [None] * 24
+    assert answers == [True] * 20
+
+
 def _begun(stack: ExitStack, server: LocalServer, method: str, first: list[bytes]) -> Any:
     """Begin a call that never ends on a connection of its own, of which only *first* is sent."""
     options = [("grpc.use_local_subchannel_pool", 1)]
@@ -242,6 +315,40 @@ def test_a_put_that_stops_half_way_ends_and_leaves_nothing(
         assert call.code() is not grpc.StatusCode.OK
         assert eventually(lambda: server.counter("stalled_calls") == 1)  # counted once it is over
     assert server.settled().open_puts == 0
+
+
+def test_who_is_unknown_is_refused_before_a_message_comes(
+    make_server: ServerMaker, tmp_path: Path
+) -> None:
+    KeyRing(tmp_path / "keys").make("acme")
+    server = make_server("--auth-keys", str(tmp_path / "keys"))
+    with ExitStack() as stack:
+        for method in ("Lookup", "Put"):
+            call = _begun(stack, server, method, [])
+            assert call.code() is grpc.StatusCode.UNAUTHENTICATED
+    assert server.counter("stalled_calls") == 0
+
+
+def test_a_get_whose_reader_takes_nothing_ends(
+    make_server: ServerMaker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.server.api.load_shedding.STALL_S", 0.3)
+    server = make_server("--workers", "2", "--cpu", "64MiB")
+    options = ClientOptions("grpc", chunk_tokens=128, deadline_ms=DEADLINE_MS)
+    client = server.connect(representation=LARGE, options=options)
+    keys = store(client, 1, 16)
+    terms = open_session(server.dial(), LARGE)
+    request = pb.GetRequest(
+        session_id=terms.session_id, digests=b"".join(key[16:] for key in keys), deadline_ms=600_000
+    )
+    with grpc.insecure_channel(server.address) as channel:
+        unread = channel.unary_stream(SERVICE + "Get", pb.GetRequest.SerializeToString, bytes)
+        get = unread(request, timeout=600)
+        assert eventually(lambda: server.counter("stalled_calls") == 1)
+        with pytest.raises(grpc.RpcError):
+            list(get)
+        assert get.code() is grpc.StatusCode.CANCELLED
+    assert client.get_chunks(keys[:1])
 
 
 def test_nobody_holds_threads_by_watching_health_or_by_a_call_without_a_message(

@@ -46,7 +46,7 @@ from kvstore.proto.types import Accuracy, ChunkKey, PutOutcome
 from kvstore.server.api import admin_calls
 from kvstore.server.api.interceptors import MAX_MESSAGE_CHARS
 from kvstore.server.api.put_stream import PutStream
-from kvstore.server.api.validation import MAX_DEADLINE_MS
+from kvstore.server.settings.values import MAX_DEADLINE_MS
 
 ServerMaker = Callable[..., LocalServer]
 
@@ -262,8 +262,16 @@ BAD_RESERVES: list[tuple[Callable[[pb.ReserveRequest], object], type[KVStoreErro
         lambda r: r.layout.__setitem__(1, 7), InvalidRequestError,
         "layout=7: index into layouts",
     ),
-    (_component("kind", 77), InvalidRequestError, "layout='77 is not.*we know"),
+    (_component("kind", 77), InvalidRequestError, "layout='77 is not.*use a known kind"),
     (_component("kv_heads", 3), LayoutMismatchError, "this session's is KVLayout"),
+    (
+        lambda r: r.layouts[0].components.extend([pb.Component()] * 64),
+        InvalidRequestError, "layout=65: at most 64 components",
+    ),
+    (
+        lambda r: r.layouts[0].extents.extend(65 * [pb.Extent()]),
+        InvalidRequestError, "layout=65: at most 64 components",
+    ),
     (
         lambda r: r.frame_bytes.__setitem__(1, 1 << 63), InvalidRequestError,
         f"frame_bytes={1 << 63}: at most",
@@ -358,13 +366,13 @@ Stream = Callable[[bytes], list[pb.PutRequest]]
 
 BAD_STREAMS: dict[str, tuple[Stream, type[KVStoreError], str]] = {
     "frame of 2^63 bytes": (
-        lambda f: [first(f, 1 << 63)], InvalidRequestError, f"frame_bytes={1 << 63}: its header",
+        lambda f: [first(f, 1 << 63)], InvalidRequestError, f"frame_bytes={1 << 63}: the header",
     ),
     "frame of no bytes": (
         lambda f: [first(f, 0)], InvalidRequestError, "frame_bytes=0: give it with a frame's first",
     ),
     "one byte less than its header says": (
-        lambda f: [first(f[:-1])], InvalidRequestError, "frame_bytes=2367: its header: 2368",
+        lambda f: [first(f[:-1])], InvalidRequestError, "frame_bytes=2367: the header has 2368",
     ),
     "data beyond the frame's end": (
         lambda f: [first(f[:1000], len(f)), pb.PutRequest(data=f[1000:] + b"x")],

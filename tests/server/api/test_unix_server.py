@@ -78,7 +78,7 @@ def test_what_another_program_has_in_the_socket_s_place_is_left_alone(path: Path
         connected(path, socket.SOCK_STREAM).close()
     notes = path.parent / "notes.txt"
     notes.write_text("mine")
-    assert_refused(notes, r"notes\.txt': something else is there")
+    assert_refused(notes, r"notes\.txt': not a socket")
     assert notes.read_text() == "mine"
 
 
@@ -105,7 +105,9 @@ def test_folder_in_which_others_could_swap_the_socket_or_as_a_whole_is_refused(p
     for mode in (0o777, 0o775):
         folder.chmod(mode)
         for one in (folder, own, path.parent / "link"):
-            assert_refused(one / "s.sock", r"others could swap the socket in .*/open: chmod go-w")
+            assert_refused(
+                one / "s.sock", r"others could replace the socket in .*/open: chmod go-w"
+            )
     folder.chmod(0o1777)
     listen(folder / "s.sock").close()
 
@@ -144,7 +146,7 @@ def test_a_user_namespace_in_which_root_has_no_number_takes_root_s_folders(
     monkeypatch.setattr(Path, "stat", seen)
     monkeypatch.setattr(unix_server, "_UID_MAP", uid_map)
     uid_map.write_text("0 0 4294967295")
-    assert_refused(path, "others could swap the socket")
+    assert_refused(path, "others could replace the socket")
     uid_map.write_text("1000 1000 1")
     listen(path).close()
 

@@ -259,7 +259,7 @@ def test_what_breaks_in_the_server_ends_one_stream_and_is_in_its_log(
                     )
                 )
     streams = server.streams
-    assert eventually(lambda: not streams._streams and not streams._strangers)
+    assert eventually(lambda: not streams._streams and not streams._unattached)
     with closing(reached(terms)) as link:
         read(link, infos[0])
 

@@ -246,7 +246,7 @@ def test_who_asks_for_a_server_that_is_not_known_or_is_down_hears_why(pair: Pair
     peer.breaker.fail("a test")
     peer.breaker.fail("a test")
     ask.number = 1
-    with pytest.raises(TierUnavailableError, match="not up"):
+    with pytest.raises(TierUnavailableError, match="is down"):
         session.connection.call("LendPeer", ask, DEADLINE_MS, pb.LendPeerResponse)
 
 

@@ -215,7 +215,7 @@ def test_who_has_no_key_of_a_peer_is_not_let_in(make_server: ServerMaker, tmp_pa
         (known,) = second.peer_tier.peers.known()
         assert eventually(partial(_is_decided, known))
         assert known.is_up is is_let_in
-        assert ("has not the role" in known.breaker.reason) is not is_let_in
+        assert ("lacks the role" in known.breaker.reason) is not is_let_in
 
 
 def _is_decided(peer: PeerNode) -> bool:

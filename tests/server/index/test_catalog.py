@@ -84,11 +84,11 @@ def test_what_is_held_is_neither_claimed_nor_cast_out(catalog: Catalog) -> None:
     catalog.grant([key(0)], LeaseTerms(SESSION, 10.0))
     catalog.hold(key(2))  # it moves
     assert catalog.eviction.claim_victims("cpu", ALL, ALL) == []
-    catalog.let_go(key(2))
+    catalog.release_hold(key(2))
     assert catalog.eviction.claim_victims("cpu", ALL, ALL) == [key(2), key(1)]
-    assert not catalog.cast_out("cpu", key(0), even_if_held=False)
+    assert not catalog.drop_copy("cpu", key(0), even_if_held=False)
     assert catalog.copies(key(0)).keys() == {"cpu", "disk"}
-    assert catalog.cast_out("cpu", key(0))
+    assert catalog.drop_copy("cpu", key(0))
     assert catalog.copies(key(0)).keys() == {"disk"}
 
 

@@ -130,7 +130,7 @@ def test_a_file_of_keys_that_is_deleted_revokes_them_all_and_says_so(tmp_path: P
     with capture_logs() as logs:
         assert asked.refresh()
     assert [one["log_level"] for one in logs] == ["error"]
-    assert logs[0]["event"] == "a file of keys was deleted: all of its keys are revoked"
+    assert logs[0]["event"] == "key file deleted: all of its keys are revoked"
     assert not asked.holds(principal)
     with pytest.raises(UnauthenticatedError, match="revoked"):
         asked.principal_of(bearer(key), {})

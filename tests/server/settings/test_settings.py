@@ -193,7 +193,7 @@ def test_the_short_names_of_flags_are_names_in_the_file_and_the_environment(
         assert getattr(load_config(["--config", path]), name) == flag
         both = write(tmp_path / "e.yaml", f"{name}: {value}\n{short}: {value}\n")
         message = refused("--config", both)
-        assert f"is {name} too; give one of the two" in message
+        assert f"is also given as {name}; give one of them" in message
         assert "redis://" not in message
         monkeypatch.setenv(f"KVSTORE_{short.upper()}", value)
         wrong = write(tmp_path / "d.yaml", f"{name}: nonsense\n")
@@ -376,13 +376,16 @@ BAD_VALUES = [
     (["--tiers", "cpu,redis"], ["redis_url=None", "--redis redis://host:6379/0"]),
     (["--redis", "http://h"], ["redis_url", "redis://host:6379/0"]),
     (["--directory"], ["redis_url=None", "--redis redis://host:6379/0"]),
-    (["--peers", "directory"], ["peers='directory'", "add --directory and --redis"]),
+    (["--peers", "directory"], ["peers='directory'", "directory needs --directory and --redis"]),
     (["--limits", "blend_ratio=nan"], ["limits.blend_ratio='nan'", "finite"]),
     (["--blend-divergence", "nan"], ["blend_divergence='nan'", "finite"]),
     (["--directory", "--redis", "redis://h", "--listen", "0.0.0.0:1", "--insecure"],
      ["listen='0.0.0.0:1'", "--advertise HOST"]),
     (["--node-id", "a b"], ["node_id='a b'"]),
     (["--redis-prefix", "a b"], ["redis_prefix='a b'"]),
+    (["--redis-prefix", ""], ["give 1 to 64 of the characters A-Za-z0-9:_.-"]),
+    (["--default-deadline-ms", "600001"], ["less than or equal to 600000"]),
+    (["--disk", "1GiB:/a,1GiB:/a/extents"], ["a folder is inside another"]),
     (["--redis-tls-cert", __file__], ["redis_tls_key", "both --redis-tls-cert and"]),
     (["--redis-password-file", __file__], ["redis_password_file", "one line of text"]),
     (["--redis", "redis://h", "--redis-username", "me"], ["needs --redis-password-file"]),
@@ -412,7 +415,8 @@ BAD_VALUES = [
      ["codec='disk=gzip'", "unknown codec", "auto or one of", "lossless"]),
     (["--codec", "disk=lossless:9"],
      ["codec='disk=lossless:9'", "lossless does not know '9'; use lossless"]),
-    (["--codec", "disk=mixed:1"], ["codec='disk=mixed:1'", "mixed is gone; use kvq:N,importance"]),
+    (["--codec", "disk=mixed:1"],
+     ["codec='disk=mixed:1'", "mixed was removed; use kvq:N,importance"]),
     (["--codec", "disk=kvq:1,sinks=5"], ["'1,sinks=5'", ",sinks=0 to ,sinks=4"]),
     (["--codec", "redis=auto:most"],
      ["codec='redis=auto:most'", "auto:bounded", "auto:approximate"]),
@@ -453,7 +457,7 @@ BAD_VALUES = [
     (["--tls-cert", __file__], ["tls_key", "both"]),
     (["--tls-client-ca", __file__], ["tls_client_ca", "--tls-cert"]),
     (["--tls-crl", __file__], ["tls_crl", "--tls-client-ca"]),
-    (["--jwt-key", __file__], ["jwt_audience", "whom"]),
+    (["--jwt-key", __file__], ["jwt_audience", "give the audience"]),
     (["--auth-keys", "/nowhere"], ["auth_keys", "read"]),
     (["--shared-pools", "library"], ["shared_pools", "POOL="]),
     (["--shared-pools", "a=*,a=b"], ["shared_pools", "once"]),
@@ -525,7 +529,7 @@ def test_a_name_that_there_was_is_refused_and_its_successor_named(
         "zmq_keys": "give events_keys",
         "disk_codec": "give --codec disk=CODEC",
         "redis_write": "give --write redis=RULE",
-        "adapt_tenants": "any more; use --policy hit_density",
+        "adapt_tenants": "was removed; use --policy hit_density",
         **{name: f"give --limits {name}=VALUE" for name in Limits.model_fields},
     }
     for name, successor in gone.items():

@@ -104,7 +104,7 @@ def test_layers_of_too_low_accuracy_end_the_prefix_and_others_come(core: Core) -
 
 def test_a_durable_put_needs_a_disk_that_loses_nothing(core: Core) -> None:
     assert core.store.durable is None
-    with pytest.raises(InvalidRequestError, match="whose codec loses nothing"):
+    with pytest.raises(InvalidRequestError, match="whose codec is lossless"):
         core.put(prompt(1), durable=True)
     core.slot("disk").encoder.use("raw", " (auto)")
     assert core.store.durable is core.slot("disk")

@@ -170,7 +170,7 @@ def test_a_refused_chunk_says_why_and_one_that_left_long_ago_is_known_to_be_evic
     server = make_server("--tiers", "cpu", "--cpu", "16MiB")
     leave_memory(server, keys := store(server.connect(), 1, 1))
     (one,) = explained(server, keys).chunks
-    assert (one.state, "longer ago" in one.reason) == ("evicted", True)
+    assert (one.state, "no longer kept" in one.reason) == ("evicted", True)
 
 
 def test_a_damaged_copy_says_on_which_tier(server: LocalServer) -> None:
@@ -233,13 +233,13 @@ def test_a_tier_that_is_left_alone_is_named_with_the_reason_also_of_a_miss_meanw
     leave_alone(server)
     reply = explained(server, keys)
     assert states(reply) == ["tier_down"] * 2
-    assert reply.chunks[0].reason == "on disk, which is left alone: no answer"
+    assert reply.chunks[0].reason == "on disk, which is degraded: no answer"
     assert reply.hit_chunks == 0
     assert client.lookup(keys=keys).ready == 0
     server.node.store.tiers.slots["disk"].breaker.succeed()
     (miss,) = recent(server).recent
     assert miss.state == "tier_down"
-    assert miss.reason == "on disk, which is left alone: no answer; stored since"
+    assert miss.reason == "on disk, which is degraded: no answer; stored since"
 
 
 # --- who may ask what
@@ -302,7 +302,7 @@ def test_the_latest_misses_come_first_with_their_reasons(server: LocalServer) ->
     client.put_chunks(chunks_of(client, missing))
     first = recent(server).recent[-1]
     assert (first.state, first.reason) == (
-        "unknown", "never stored here, or forgotten since; stored since"
+        "unknown", "never stored here, or no longer remembered; stored since"
     )  # fmt: skip
     assert [m.state for m in recent(server, 1).recent] == ["deleted"]
     assert_reads(client, missing)
@@ -518,6 +518,15 @@ def test_a_frame_comes_whole_and_verified_and_looks_are_no_uses(server: LocalSer
     with pytest.raises(InvalidRequestError, match="ranks"):
         client.stat(keys=keys * MAX_RANKED, ranks=True)
     assert server.settled().leases == 0
+
+
+def test_a_listing_looks_at_a_chunk_when_its_turn_comes_and_keeps_none(server: LocalServer) -> None:
+    client = server.connect()
+    keys = sorted(store(client, 1, 4))
+    page = server.node.store.catalog.queries.page(Namespace(keys[0][:DIGEST_BYTES]))
+    assert next(page).key == keys[0]
+    assert client.delete(keys=keys[2:]) == 2
+    assert [one.key for one in page] == keys[1:2]
 
 
 def test_top_prefixes_are_the_ends_of_what_was_found_most(server: LocalServer) -> None:

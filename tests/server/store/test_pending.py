@@ -373,14 +373,21 @@ def test_promises_are_bounded_in_time_and_number(core: Core) -> None:
             Hints(handover_ms=handover_ms)  # type: ignore[arg-type]
     in_flight = core.catalog.in_flight
     keys = [ChunkKey(n.to_bytes(32, "little")) for n in range(MAX_ANNOUNCED_CHUNKS + 5)]
-    assert in_flight.announce(1, keys, 1.0) == len(in_flight.announced) == MAX_ANNOUNCED_CHUNKS
-    assert in_flight.announce(1, keys, 0.0) == MAX_ANNOUNCED_CHUNKS
+    most, count, spared = MAX_ANNOUNCED_CHUNKS, MAX_ANNOUNCEMENTS, MAX_ANNOUNCEMENTS // 8
+    assert in_flight.announce(1, keys, 1.0) == most - most // 8
+    assert in_flight.announce(2, keys[::-1], 1.0, "other") == most // 8
+    assert len(in_flight.announced) == most
+    assert in_flight.announce(1, keys, 0.0) == most - most // 8
+    core.catalog.release_session(2)
+    made = [in_flight.announce(1, [key], 1.0 + n) for n, key in enumerate(keys[:count])]
+    assert made == [1] * (count - spared) + [0] * spared
     made = [
-        in_flight.announce(1, [key], 1.0 + n) for n, key in enumerate(keys[: MAX_ANNOUNCEMENTS + 1])
+        in_flight.announce(2, [key], 1.0 + n, "other") for n, key in enumerate(keys[:-count:-1])
     ]
-    assert made == [1] * MAX_ANNOUNCEMENTS + [0]
-    assert in_flight.announce(2, keys, 0.0) == 0
+    assert sum(made) == spared
+    assert in_flight.announce(2, keys[:count], 0.0) == 0
     assert in_flight.announce(1, keys[:3], 0.0) == 3
+    core.catalog.release_session(2)
     core.catalog.release_session(1)
     assert not in_flight.announced
 

@@ -101,7 +101,7 @@ def test_a_call_has_a_span_and_what_it_reads_from_tiers_has_spans_in_it(
     writes = traces.named("disk write")
     assert [parent(span) for span in writes] == [ids(put)] * 2
     for key in keys:
-        server.node.store.catalog.cast_out("cpu", key)
+        server.node.store.catalog.drop_copy("cpu", key)
         server.node.store.tiers.cpu_tier.delete(key)
         server.node.store.catalog.purged("cpu", key)
     traces.forget()

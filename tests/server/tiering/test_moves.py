@@ -31,7 +31,7 @@ def load(core: Core, version: Version, tier: str = "disk") -> object:
 
 def drop_from_cpu(core: Core, version: Version) -> None:
     """Evict one chunk from CPU memory, whatever the policy would say."""
-    assert core.catalog.cast_out("cpu", version.info.key)
+    assert core.catalog.drop_copy("cpu", version.info.key)
     core.moves.eviction.delete_from(core.moves.tiers.cpu, version.info.key)
 
 
@@ -154,7 +154,7 @@ def test_a_disk_that_keeps_what_it_should_delete_gets_no_copy_of_it(
     (version,) = prompt(1)
     core.put([version])
     write_on(disk, version.info, version.frame)
-    with pytest.raises(TierUnavailableError, match="does not let go"):
+    with pytest.raises(TierUnavailableError, match="did not release"):
         core.copy_down(version)
     assert core.tiers_of(version) == ["cpu"]
     assert disk.stats().reservations == 0

@@ -211,7 +211,7 @@ def test_what_was_taken_along_ends_when_nobody_wants_it_any_more() -> None:
         busy.go_on.set()
         first.await_begin()
         assert work_queue.depth() == {"up": 0, "down": 0}
-        assert work_queue.let_go(second)
+        assert work_queue.unclaim(second)
         with pytest.raises(DeadlineError):
             work_queue.wait(second, in_time())
         first.go_on.set()
@@ -246,12 +246,12 @@ def test_what_waits_is_dropped_with_its_last_claim() -> None:
     work_queue, done = stepped(), []
     one = submit(work_queue, "a", lambda: done.append(1), claimed=True)
     assert submit(work_queue, "a", lambda: done.append(2), claimed=True) is one
-    assert not work_queue.let_go(one)
-    assert work_queue.let_go(one)
-    assert not work_queue.let_go(one), "there is nothing left to undo"
+    assert not work_queue.unclaim(one)
+    assert work_queue.unclaim(one)
+    assert not work_queue.unclaim(one), "there is nothing left to undo"
     assert work_queue.is_idle()
     assert not work_queue.step()
-    with pytest.raises(DeadlineError, match="nobody waits"):
+    with pytest.raises(DeadlineError, match="cancelled"):
         work_queue.wait(one, time.monotonic() + 5)
     assert submit(work_queue, "a", lambda: done.append(3), claimed=True) is not one
     assert work_queue.step()
@@ -268,7 +268,7 @@ def test_who_comes_after_work_was_given_up_gets_work_of_its_own(is_noticed: bool
 
     def first() -> None:
         note()
-        work_queue.let_go(ticket)
+        work_queue.unclaim(ticket)
         if is_noticed:
             note()
         assert (submit(work_queue, "a", note, claimed=True) is ticket) is not is_noticed

@@ -140,7 +140,7 @@ def test_readers_are_bounded_and_room_comes_back(served: LocalServer) -> None:
     readers = [Events(served) for _ in range(MAX_READERS)]
     assert all(reader.next() for reader in readers)
     status, body, _ = ask(served, "/events")
-    assert (status, "as many pages" in body) == (503, True)
+    assert (status, "too many live pages" in body) == (503, True)
     assert ask(served, "/")[0] == 200
     for reader in readers:
         reader.close()
@@ -279,11 +279,11 @@ def test_where_callers_are_asked_the_page_is_for_admins(world: Callable[..., Wor
 def test_events_end_with_the_key_that_asked_for_them(world: Callable[..., World]) -> None:
     guarded = world("--http", "127.0.0.1:0")
     key = guarded.ring.make("ops", "admin")
-    guarded.server.node.trust.authenticator.refresh()
+    guarded.server.node.authorizer.authenticator.refresh()
     reader = Events(guarded.server, basic(key))
     assert reader.next() is not None
     guarded.ring.revoke(key)
-    guarded.server.node.trust.authenticator.refresh()
+    guarded.server.node.authorizer.authenticator.refresh()
     while reader.next() is not None:
         continue
     reader.close()

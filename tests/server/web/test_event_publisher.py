@@ -523,7 +523,7 @@ def test_a_key_that_others_could_read_and_a_file_that_holds_none_are_refused(
         folder = tmp_path / str(number)
         load_key(folder)
         (folder / SECRET_NAME).write_bytes(content)
-        with pytest.raises(InvalidRequestError, match="delete it to have another made"):
+        with pytest.raises(InvalidRequestError, match="delete it to generate another"):
             load_key(folder)
 
 
