@@ -1,7 +1,7 @@
-"""The main job on one node, against the limits of the machine it runs on.
+"""Puts, gets, lookups and leases on one node, against the limits of the machine.
 
-Every figure is a ratio inside this run, or stands beside the bound it is held to. The server
-is a process of its own on embedded defaults but for sizes and paths.
+Each figure is a ratio within this run or has a bar. The server is a process of its own with
+default settings except sizes and paths.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ import redis
 from bench.lib import workload
 from bench.lib.bare import raw_stream
 from bench.lib.report import Part, Report, gbps, in_turns, paired, run_parts, timed
-from bench.lib.workload import MIB, MODEL, SMALL, TINY, check, joined, put_all, rooms
+from bench.lib.workload import MIB, MODEL, SMALL, TINY, buffers, check, joined, put_all
 from kvstore.client import Chunk, Client
 from kvstore.client.chunk import LayerTensors, parents
 from kvstore.client.transports.tcp import Entrance, FrameStream
@@ -39,13 +39,13 @@ BURST_CHUNKS = 2000
 LOOKUP_TOKENS = 128 * 1024
 LEASE_CHUNKS = 128
 STALLED_READERS, SESSIONS = 64, 5
-"""Readers, of so many sessions: one may have 16 streams."""
+"""Readers, and the sessions they share: a session may have 16 streams."""
 MEMORY = ("--tiers", "cpu", "--cpu", "1GiB")
 BULK = (*MEMORY, "--bulk", "127.0.0.1:0")
 
 
 def bench_import(report: Report, _folder: Path) -> None:
-    """A server's import: seconds and resident megabytes, in a process of its own."""
+    """Import the server in a new process: seconds and resident megabytes."""
     code = (
         "import time; t = time.perf_counter(); import kvstore.server.main; "
         "import kvstore.tiers.disk, kvstore.tiers.redis; s = time.perf_counter() - t; "
@@ -61,12 +61,12 @@ def bench_transport(report: Report, _folder: Path) -> None:
     with workload.serving(*MEMORY) as (address, _pid):
         with workload.connect(address, MODEL, transport="shm") as client:
             keys, chunks = workload.make_chunks(client, PROMPT_CHUNKS, 1)
-            size, out = workload.chunk_bytes(chunks), rooms(MODEL, PROMPT_CHUNKS)
+            size, out = workload.chunk_bytes(chunks), buffers(MODEL, PROMPT_CHUNKS)
             pairs = list(zip(workload.arrays(out), workload.arrays_of(chunks), strict=True))
 
             def copy() -> None:
-                for room, part in pairs:
-                    np.copyto(room, part)
+                for target, part in pairs:
+                    np.copyto(target, part)
 
             copy()
             turns = []
@@ -74,13 +74,13 @@ def bench_transport(report: Report, _folder: Path) -> None:
                 turns.append((timed(partial(put_all, client, chunks)), timed(copy)))
                 client.delete(keys=keys)
             ours_s, copy_s = map(min, zip(*turns, strict=True))
-            words = f"put {gbps(size, ours_s)}", f"memcpy {gbps(size, copy_s)}, bar 0.6"
-            report.add("shm_put_vs_memcpy", copy_s / ours_s, *words)
+            texts = f"put {gbps(size, ours_s)}", f"memcpy {gbps(size, copy_s)}, bar 0.6"
+            report.add("shm_put_vs_memcpy", copy_s / ours_s, *texts)
             put_all(client, chunks)
             get = partial(workload.get_all, client, keys, out)
             copy_s, ours_s = paired(copy, get, REPEATS)
-            words = f"get {gbps(size, ours_s)}", f"memcpy {gbps(size, copy_s)}, bar 0.95"
-            report.add("shm_get_vs_memcpy", copy_s / ours_s, *words)
+            texts = f"get {gbps(size, ours_s)}", f"memcpy {gbps(size, copy_s)}, bar 0.95"
+            report.add("shm_get_vs_memcpy", copy_s / ours_s, *texts)
             check(chunks, out)
         with workload.connect(address, MODEL, transport="grpc") as client:
             get = partial(workload.get_all, client, keys, out)
@@ -90,10 +90,10 @@ def bench_transport(report: Report, _folder: Path) -> None:
 
 
 def bench_bulk(report: Report, _folder: Path) -> None:
-    """The bulk channel against a bare TCP stream of the same bytes into ready memory."""
+    """Compare the bulk channel with a bare TCP stream of the same bytes into allocated memory."""
     with joined(*BULK, transport="tcp") as client:
         keys, chunks = workload.make_chunks(client, PROMPT_CHUNKS, 6)
-        size, out = workload.chunk_bytes(chunks), rooms(MODEL, PROMPT_CHUNKS)
+        size, out = workload.chunk_bytes(chunks), buffers(MODEL, PROMPT_CHUNKS)
         put_all(client, chunks)
         with raw_stream(size) as receive:
             get_s, raw_s = paired(partial(workload.get_all, client, keys, out), receive, REPEATS)
@@ -108,7 +108,7 @@ def digests_of(keys: Sequence[ChunkKey]) -> bytes:
 
 @contextmanager
 def stalled_readers(clients: Sequence[Client], keys: Sequence[ChunkKey]) -> Iterator[None]:
-    """Have gets of *keys* whose readers take nothing, which last for six seconds at most."""
+    """Keep gets of *keys* open whose readers read nothing; they last at most six seconds."""
     with ExitStack() as stack:
         for number in range(STALLED_READERS):
             session = clients[number % len(clients)]._link.connected().session
@@ -121,14 +121,14 @@ def stalled_readers(clients: Sequence[Client], keys: Sequence[ChunkKey]) -> Iter
                 deadline_ms=60_000,
             )
             stream.begin(pb.StreamMessage(get=get), time.monotonic() + 5.0)
-            time.sleep(0.01)  # one thread each until it stalls
+            time.sleep(0.01)  # each uses a thread until it stalls
         time.sleep(0.3)
         assert clients[0].status().leases == STALLED_READERS
         yield
 
 
 def bench_stalled(report: Report, _folder: Path) -> None:
-    """Gets and puts over TCP beside 64 readers that take nothing, against none of them."""
+    """Time gets and puts over TCP beside 64 readers that read nothing, and without them."""
     with ExitStack() as stack:
         address, _pid = stack.enter_context(workload.serving(*BULK))
         client, *others = (
@@ -138,7 +138,7 @@ def bench_stalled(report: Report, _folder: Path) -> None:
         keys, sent = workload.make_chunks(client, 8, 6)
         more, fresh = workload.make_chunks(client, 4, 7)
         client.put_chunks(sent)
-        get = partial(workload.get_all, client, keys, rooms(MODEL, 8))
+        get = partial(workload.get_all, client, keys, buffers(MODEL, 8))
 
         def put() -> None:
             client.delete(keys=more)
@@ -151,14 +151,14 @@ def bench_stalled(report: Report, _folder: Path) -> None:
                 beside.append(paired(get, put, 10))
     alone, ours = (list(map(min, zip(*found, strict=True))) for found in (free, beside))
     get_, put_ = (one / other for one, other in zip(ours, alone, strict=True))
-    words = f"get {get_:.2f}, put {put_:.2f}"
-    report.add("bulk_beside_stalled_readers", max(get_, put_), words, "bar 1.2")
+    texts = f"get {get_:.2f}, put {put_:.2f}"
+    report.add("bulk_beside_stalled_readers", max(get_, put_), texts, "bar 1.2")
 
 
 def get_from(client: Client, tier: str, chunks: Sequence[Chunk], keys: Sequence[ChunkKey]) -> float:
-    """Seconds of a get whose every chunk comes from *tier*; CPU memory is emptied before."""
-    out = rooms(MODEL, len(chunks))
-    for seed in range(1000, 1010):  # again where an earlier read had them promoted meanwhile
+    """Return the seconds of a get of *chunks* from *tier*; a flood evicts them from memory."""
+    out = buffers(MODEL, len(chunks))
+    for seed in range(1000, 1010):  # repeats if an earlier read promoted them meanwhile
         others = workload.keys_of(client, FLOOD_CHUNKS, seed)
         put_all(client, workload.chunks_of(others, _flood(client)))
         client.delete(keys=others)
@@ -174,18 +174,18 @@ def get_from(client: Client, tier: str, chunks: Sequence[Chunk], keys: Sequence[
 
 @lru_cache(maxsize=1)
 def _flood(client: Client) -> list[LayerTensors]:
-    """As much noise as CPU memory holds, made once: that takes longer than what is measured."""
+    """Return noise that fills CPU memory; cached, as making it takes longer than the get."""
     return [chunk.tensors for chunk in workload.make_chunks(client, FLOOD_CHUNKS, 1000)[1]]
 
 
 def bench_disk(report: Report, folder: Path) -> None:
     disk = folder / "disk"
     flags = ("--tiers", "cpu,disk", "--cpu", "256MiB", "--disk", f"2GiB:{disk}")
-    with joined(*flags, "--write", "evict") as client:  # no copies of the flood while we measure
+    with joined(*flags, "--write", "evict") as client:  # the flood is not copied meanwhile
         keys, chunks = workload.make_chunks(client, CHUNKS, 2)
         client.put_chunks(chunks, durable=True)
         out = np.empty(workload.chunk_bytes(chunks), np.uint8)
-        # The chunks are the first that were put there, one behind the other.
+        # These chunks were put first and lie one after another.
         with (disk / "extents" / "0000.kv").open("rb") as file:
             assert os.preadv(file.fileno(), [out.data], 0) == len(out)
             read = partial(timed, lambda: os.preadv(file.fileno(), [out.data], 0))
@@ -196,10 +196,10 @@ def bench_disk(report: Report, folder: Path) -> None:
 
 
 def bench_redis(report: Report, _folder: Path) -> None:
-    """Verified gets of the Redis tier against redis-py's GET of the same parts, and all the way.
+    """Compare verified gets with redis-py's GET of the same parts.
 
-    The first is one client of Redis against another. The second goes on through the server and
-    shared memory to the engine: a third process, where two already fill two cores.
+    First from the Redis tier in this process; then through a server and shared memory: a third
+    process, where two already fill two cores.
     """
     with workload.redis_server() as port, redis.Redis(port=port) as raw:
         url = f"redis://127.0.0.1:{port}/0"
@@ -216,7 +216,7 @@ def bench_redis(report: Report, _folder: Path) -> None:
                 assert sum(len(raw.get(name) or b"") for name in names) >= size
 
             theirs = partial(timed, get_raw)
-            keep_freed_memory()  # as the tier's process does; both sides allocate replies of 2 MB
+            keep_freed_memory()  # as the server does; both sides allocate replies of 2 MB
             with workload.redis_gets(url, keys) as get:
                 tier, *tier_s = in_turns(partial(timed, get), theirs, 2 * REPEATS)
             through = partial(get_from, client, "redis", chunks, keys)
@@ -228,7 +228,7 @@ def bench_redis(report: Report, _folder: Path) -> None:
 
 
 def bench_lookup(report: Report, _folder: Path) -> None:
-    """One lookup of 128k tokens, all of it stored, leased: time at the client and the server."""
+    """Time a leased lookup of 128k stored tokens, at the client and inside the server."""
     with joined(*MEMORY, model=TINY) as client:
         keys, chunks = workload.make_chunks(client, LOOKUP_TOKENS // 256, 4)
         client.put_chunks(chunks)
@@ -246,12 +246,14 @@ def bench_lookup(report: Report, _folder: Path) -> None:
             reply = session.connection.call("Lookup", request, 5000, pb.LookupResponse)
             assert reply.ready == len(keys)
             times_us.append(reply.server_us)
-    report.add("lookup_512_ms", 1e3 * median(times_s), "median, leased, a client's", "bar 1.5 ms")
+    report.add(
+        "lookup_512_ms", 1e3 * median(times_s), "median, leased, at the client", "bar 1.5 ms"
+    )
     report.add("lookup_512_server_ms", median(times_us) / 1e3, "median, leased", "bar 1 ms")
 
 
 def bench_lease(report: Report, _folder: Path) -> None:
-    """Lease a prompt of 128 chunks in memory and look at the first element of each."""
+    """Lease a prompt of 128 chunks in memory and read the first element of each."""
     with joined(*MEMORY, model=SMALL) as client:
         keys, chunks = workload.make_chunks(client, LEASE_CHUNKS, 6)
         client.put_chunks(chunks)
@@ -268,7 +270,7 @@ def bench_lease(report: Report, _folder: Path) -> None:
 
 
 def bench_burst(report: Report, folder: Path) -> None:
-    """2,000 puts of 1 MiB into 128 MiB of CPU memory and disk: how many cannot be read after."""
+    """Put 2,000 chunks of 1 MiB into 128 MiB of CPU memory and disk; count those not readable."""
     flags = ("--tiers", "cpu,disk", "--cpu", "128MiB", "--disk", f"3GiB:{folder / 'burst'}")
     base = np.random.default_rng(5).integers(0, 1 << 16, (2, 8, 256, 128), dtype=np.uint16)
 
@@ -283,11 +285,11 @@ def bench_burst(report: Report, folder: Path) -> None:
             refused += put.outcome is not PutOutcome.stored
         for start in range(0, BURST_CHUNKS, CHUNKS):
             found = client.get_chunks(keys[start : start + CHUNKS])
-            right = sum(
+            correct = sum(
                 np.array_equal(workload.arrays([got]), workload.arrays([tensors(number)]))
                 for number, got in enumerate(found, start)
             )
-            lost += min(CHUNKS, BURST_CHUNKS - start) - right
+            lost += min(CHUNKS, BURST_CHUNKS - start) - correct
     report.add("burst_lost", lost, f"of {BURST_CHUNKS} x 1 MiB, {refused} refused", "bar 0")
 
 

@@ -1,7 +1,7 @@
-"""Time to first token of a prompt that only Redis holds, over a link, by codec, with its quality.
+"""Time to first token of a prompt that only Redis holds, over a slow link, by codec, and quality.
 
-Redis' answers pass a link of so many Gbit/s. The server that reads is another than the one that
-stored, as on another node: it has nothing. Each prompt is asked for once. The model is SmolLM2-135M
+Redis' replies pass a link of some Gbit/s. The server that reads is not the one that stored, as on
+another node, so its memory is empty. Each prompt is requested once. The model is SmolLM2-135M
 (``make real-model``) in float32, in transformers.
 """
 
@@ -19,8 +19,8 @@ import torch
 from redis import Redis
 from transformers import AutoModelForCausalLM, AutoTokenizer, DynamicCache
 
-from bench.codecs.texts import held_out
 from bench.lib.report import Report, parser_of, timed
+from bench.lib.traces import held_out
 from bench.lib.workload import joined, redis_server, slow_link
 from bench.real_model import FOLDER, why_missing
 from kvstore.client.blend.gate import ShadowEval, compare
@@ -30,14 +30,14 @@ from kvstore.client.engines.transformers.cache import as_argument
 CODECS = ("lossless", "kvq:0", "kvq:2", "kvq:3")
 PROMPTS, TOKENS = 7, 2048
 JUDGED = 64
-"""Tokens behind a loaded prefix whose logits are compared."""
+"""Tokens after a loaded prefix whose logits are compared."""
 COMPILED_S = 30.0
-"""Within that a server has measured its codecs."""
+"""A server has measured its codecs by then."""
 ONE: dict[str, Any] = {"max_new_tokens": 1, "do_sample": False, "pad_token_id": 0}
 
 
 class Hits(NamedTuple):
-    """Of one codec and link: seconds of each hit, bytes that Redis holds, what quality is left."""
+    """Results of one codec and link: seconds of each hit, bytes in Redis, quality."""
 
     seconds: list[float]
     stored_bytes: int
@@ -46,7 +46,7 @@ class Hits(NamedTuple):
 
 
 class Bench:
-    """The model, and prompts that share nothing."""
+    """The model, and prompts without a common prefix."""
 
     def __init__(self) -> None:
         tokenizer = AutoTokenizer.from_pretrained(FOLDER)
@@ -56,7 +56,7 @@ class Bench:
         ids = tokenizer("\n".join(texts), return_tensors="pt").input_ids
         self.prompts = [ids[:, at * TOKENS : (at + 1) * TOKENS] for at in range(PROMPTS)]
         if self.prompts[-1].shape[1] < TOKENS:
-            raise ValueError(f"the texts are {ids.shape[1]} tokens, not {PROMPTS * TOKENS}")
+            raise ValueError(f"the texts have {ids.shape[1]} tokens, not {PROMPTS * TOKENS}")
 
     @contextmanager
     def connector(self, codec: str, port: int) -> Iterator[TransformersConnector]:
@@ -67,16 +67,16 @@ class Bench:
 
     def measure(self, codec: str, gbits: int) -> Hits:
         with redis_server() as near, slow_link(near, gbits) as port, Redis(port=near) as redis:
-            with self.connector(codec, port) as writes:
+            with self.connector(codec, port) as writer:
                 for ids in self.prompts:
-                    writes.generate(ids, **ONE)
+                    writer.generate(ids, **ONE)
                 _settle(redis)
             stored = int(redis.info("memory")["used_memory_dataset"])
-            with self.connector(codec, port) as reads:
+            with self.connector(codec, port) as reader:
                 time.sleep(COMPILED_S)
-                seconds = [self._hit(reads, ids) for ids in self.prompts][1:]
-            with self.connector(codec, port) as judges:
-                judged = [self._judge(judges, ids) for ids in self.prompts[:3]]
+                seconds = [self._hit(reader, ids) for ids in self.prompts][1:]
+            with self.connector(codec, port) as judge:
+                judged = [self._judge(judge, ids) for ids in self.prompts[:3]]
         divergence = mean(one.divergence for one in judged)
         return Hits(seconds, stored, divergence, mean(one.agreement for one in judged))
 
@@ -86,7 +86,7 @@ class Bench:
         found = connector.generate(ids, **ONE)
         seconds = time.perf_counter() - began
         if found.hit_tokens != ids.shape[1] - 1:
-            raise ValueError(f"{found.hit_tokens} tokens were loaded: {connector.stats()}")
+            raise ValueError(f"{found.hit_tokens} tokens were hit: {connector.stats()}")
         return seconds
 
     def _judge(self, connector: TransformersConnector, ids: torch.Tensor) -> ShadowEval:
@@ -108,21 +108,21 @@ def _settle(redis: Redis) -> None:
 
 
 def measure(report: Report, bench: Bench, links: Sequence[int], codecs: Sequence[str]) -> None:
-    """Add what a lossy hit takes of a lossless one's time, for each codec and link."""
+    """Add the time of a lossy hit over that of a lossless one, for each codec and link."""
     computed_s = min(timed(partial(bench.model.generate, ids, **ONE)) for ids in bench.prompts[:3])
     report.note("recompute", f"{computed_s:.3f}", f"s to the first token of {TOKENS}")
     for gbits in links:
         found = {codec: bench.measure(codec, gbits) for codec in codecs}
-        took_s = {codec: median(hits.seconds) for codec, hits in found.items()}
+        ttft_s = {codec: median(hits.seconds) for codec, hits in found.items()}
         for codec, hits in found.items():
             words = (
                 f"s, {min(hits.seconds):.3f} to {max(hits.seconds):.3f}; "
                 f"{hits.stored_bytes / 1e6 / PROMPTS:.1f} MB a prompt; "
                 f"KL {hits.divergence:.4f}, agreement {hits.agreement:.3f}"
             )
-            report.note(f"{codec}@{gbits}Gbps", f"{took_s[codec]:.3f}", words)
+            report.note(f"{codec}@{gbits}Gbps", f"{ttft_s[codec]:.3f}", words)
         for codec in codecs[1:]:
-            ratio, against = took_s[codec] / took_s[codecs[0]], f"the same in {codecs[0]}"
+            ratio, against = ttft_s[codec] / ttft_s[codecs[0]], f"the same in {codecs[0]}"
             report.add(f"{codec}_vs_lossless@{gbits}", ratio, "time to first token", against)
 
 

@@ -1,9 +1,9 @@
-"""How far a request travels through the code: ``python -m bench.paths [--json]``.
+"""Size of the code on a request's path: ``python -m bench.paths [--json]``.
 
-Counts the server's files and functions that one Put and one Get of a chunk pass on their request
-thread over gRPC, those of the client over shared memory on the caller's thread, hand-written lines
-and modules, modules of the server that import each other in a circle, and the threads of an idle
-server; and takes the time of ``import kvstore`` and ``kvstore --help``.
+Counts the files and functions that one Put and one Get of a chunk run: in the server over gRPC on
+the request's thread, in the client over shared memory on the caller's thread. Also hand-written
+lines and modules, import cycles among the server's modules, threads of an idle server, and the
+time of ``import kvstore`` and ``kvstore --help``.
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ from bench.lib.report import Part, Report, run_parts, timed
 from bench.lib.workload import SMALL, connect, make_chunks, serving
 from kvstore.client import Client
 
-ROOMS = ("server", "tiers", "proto")
-CLIENT_ROOMS = ("client", "cli")
+SERVER_PACKAGES = ("server", "tiers", "proto")
+CLIENT_PACKAGES = ("client", "cli")
 STUBS = "kvstore_pb2"
-"""How the names of files begin that a compiler wrote."""
+"""Prefix of the names of generated files."""
 Threads = str | tuple[str, ...]
-"""How the names of some begin."""
+"""Prefixes of thread names."""
 TIERS = ("--tiers", "cpu,disk", "--cpu", "64MiB", "--disk")
 QUIET_S = 3.0
-"""After its start a server compiles and reads on for a moment."""
+"""A server works on for a moment after its start."""
 
 
 class Tracer:
@@ -53,7 +53,7 @@ class Tracer:
 
     @contextmanager
     def installed(self) -> Iterator[None]:
-        """See the calls of this thread, and of those that begin in the block."""
+        """Trace this thread, and threads that start within the block."""
         threading.setprofile(self)
         sys.setprofile(self)
         try:
@@ -72,14 +72,14 @@ class Tracer:
             self.recording = False
 
     def of(self, threads: Threads) -> tuple[int, int]:
-        """Return how many files and functions threads called whose names begin so."""
+        """Return the number of files and functions that *threads* called."""
         found = [codes for name, codes in self.called.items() if name.startswith(threads)]
         codes = set[CodeType]().union(*found)
         return len({code.co_filename for code in codes}), len(codes)
 
 
 def measure_requests(report: Report, folder: Path) -> None:
-    """What a server in this process passes for one chunk, over gRPC."""
+    """Count what a server in this process runs for one chunk, over gRPC."""
     from kvstore.server.node import Node
     from kvstore.server.settings.settings import load_config
 
@@ -102,13 +102,13 @@ def measure_requests(report: Report, folder: Path) -> None:
 def put_and_get(
     client: Client, tracer: Tracer, count: int, threads: tuple[Threads, Threads]
 ) -> list[tuple[int, int]]:
-    """Return the files and functions that one put and one get pass, each on some *threads*."""
-    for seed in range(3):  # what is done once is done before the last
+    """Return the files and functions of one put and one get, each on its *threads*."""
+    for seed in range(3):  # the last has no one-time work
         keys, chunks = make_chunks(client, count, seed)
         with tracer.record():
             client.put_chunks(chunks)
         found = [tracer.of(threads[0])]
-        client.get_chunks(keys)  # which maps a slab once
+        client.get_chunks(keys)  # maps the slab
         with tracer.record():
             assert len(client.get_chunks(keys)) == count
         found.append(tracer.of(threads[1]))
@@ -116,16 +116,16 @@ def put_and_get(
 
 
 def measure_product(report: Report, _folder: Path) -> None:
-    """Lines and modules of the product, and circles and imports upwards among the server's."""
-    for prefix, rooms, bars in (
-        ("product_", ROOMS, ("33,000", "150")),
-        ("client_", CLIENT_ROOMS, ("18,000", "70")),
+    """Count the product's lines and modules, and the server's upward imports and cycles."""
+    for prefix, packages, bars in (
+        ("product_", SERVER_PACKAGES, ("33,000", "150")),
+        ("client_", CLIENT_PACKAGES, ("18,000", "70")),
     ):
-        files = [path for room in rooms for path in (ROOT / room).rglob("*.py")]
+        files = [path for package in packages for path in (ROOT / package).rglob("*.py")]
         files = [path for path in files if not path.name.startswith(STUBS)]
         lines = sum(len(path.read_text().splitlines()) for path in files)
         modules = sum(path.name != "__init__.py" for path in files)
-        report.add(f"{prefix}lines", lines, f"hand-written, of {', '.join(rooms)}", bars[0])
+        report.add(f"{prefix}lines", lines, f"hand-written, in {', '.join(packages)}", bars[0])
         name = f"{prefix}modules".removeprefix("product_")
         report.add(name, modules, "of them", bars[1])
     upwards, circles = upward_imports(), circles_of(imports_of(ROOT / "server", "kvstore.server"))
@@ -135,7 +135,7 @@ def measure_product(report: Report, _folder: Path) -> None:
 
 
 def upward_imports() -> list[tuple[str, str]]:
-    """Return the server's modules that import one of a folder above their own, and what."""
+    """Return (file, imported module) of each import from a layer above the file's own."""
     contracts = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["importlinter"]
     layers = next(each["layers"] for each in contracts["contracts"] if "containers" in each)
     order = {name.strip(): at for at, layer in enumerate(layers) for name in layer.split("|")}
@@ -151,7 +151,7 @@ def upward_imports() -> list[tuple[str, str]]:
 
 
 def imports_of(folder: Path, package: str) -> dict[str, set[str]]:
-    """Return which modules of *package*, in *folder*, each of them imports as it is loaded."""
+    """Return for each module of *package*, in *folder*, those it imports when it loads."""
     names = {}
     for path in folder.rglob("*.py"):
         parts = path.relative_to(folder).with_suffix("").parts
@@ -172,7 +172,7 @@ def _imported(body: Sequence[ast.stmt]) -> Iterator[str]:
 
 
 def circles_of(imports: Mapping[str, set[str]]) -> set[frozenset[str]]:
-    """Return the groups of modules of which each imports all others, by way of others or not."""
+    """Return the groups of modules that import each other, directly or not."""
     reached, before = dict(imports), dict[str, set[str]]()
     while reached != before:
         before = reached
@@ -184,9 +184,8 @@ def circles_of(imports: Mapping[str, set[str]]) -> set[frozenset[str]]:
 
 
 def measure_process(report: Report, folder: Path) -> None:
-    """Threads of a server process that nobody calls; then what a client passes that calls it over
-    shared memory, of three chunks: on the thread that calls, and on those that decode with it, as
-    any of them may take any chunk.
+    """Count the threads of an idle server process; then what a client runs for three chunks over
+    shared memory, on the calling thread and its decode threads: each may take any chunk.
     """
     with serving(*TIERS, f"64MiB:{folder}") as (address, pid):
         time.sleep(QUIET_S)
@@ -202,7 +201,7 @@ def measure_process(report: Report, folder: Path) -> None:
 
 
 def measure_starts(report: Report, _folder: Path) -> None:
-    """Milliseconds of a whole process that imports the client, or prints the commands."""
+    """Time whole processes, in ms: ``import kvstore``, the client, and ``--help``."""
     client = "import kvstore.client, sys; assert 'torch' not in sys.modules"
     for name, words, bar in (
         ("import_ms", ("-c", "import kvstore"), "150"),

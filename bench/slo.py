@@ -1,8 +1,8 @@
-"""Deadlines for the first token over links that change: our controller beside fixed choices.
+"""Deadlines for the first token over links that change: our controller against fixed choices.
 
-A simulation: the clock, the link, the decoder and the engine (an 8B-class model) are numbers, so
-that a run gives the same figures anywhere. Real are the client's get with a deadline, and the sizes
-of the levels: those of kvq:layered on the KV of a trained model (data/tinylm).
+The clock, the link, the decoder and the engine (an 8B-class model) are simulated, so a run gives
+the same figures anywhere. The client's get with a deadline is the real one, and so are the sizes of
+the levels: those of kvq:layered on the KV of a trained model (data/tinylm).
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ from kvstore.client.server_link import FIRST_GUESS_BYTES_PER_S
 from kvstore.proto.types import Accuracy, ChunkKey, Stated
 
 RTT_S = 0.001
-"""Of every request on the link."""
+"""Round trip of a request on the link."""
 EXCHANGES = 2
-"""Before bytes come: a lookup, and the headers of frames or the get itself."""
+"""Round trips before the first bytes: a lookup, and the headers of frames or the get itself."""
 STALL_S = 0.05
-"""What a read that is cut short may take beyond its end, if nothing comes meanwhile."""
+"""How far a read that is cut short may run beyond its end while no bytes arrive."""
 GBPS = 1e9 / 8
 
 
 class Trace:
-    """A link that gives so many bytes a second for so long, step by step; then it begins again."""
+    """A link whose bandwidth changes step by step and repeats."""
 
     def __init__(self, steps: Sequence[tuple[float, float]]) -> None:
-        """*steps* are (seconds, bytes a second) each."""
+        """*steps*: (seconds, bytes a second) each."""
         self._ends_s = list(accumulate(seconds for seconds, _ in steps))
         self._speeds = [max(1.0, speed) for _, speed in steps]
         paired = zip(steps, self._speeds, strict=True)
@@ -65,7 +65,7 @@ class Trace:
         return cls([(draw.uniform(0.5, 1.5) * mean_s, draw.uniform(*k) * GBPS) for k in kinds])
 
     def arrival_s(self, size_bytes: float, at_s: float) -> float:
-        """Return when so many bytes are there that are sent from *at_s* on."""
+        """Return when *size_bytes* have arrived that are sent from *at_s* on."""
         turns, at_s = divmod(at_s, self._ends_s[-1])
         at = bisect_left(self._ends_s, at_s)
         size_bytes += self._ends_bytes[at] - (self._ends_s[at] - at_s) * self._speeds[at]
@@ -77,7 +77,7 @@ class Trace:
 
 @dataclass(frozen=True, slots=True)
 class Request:
-    """A prompt whose ``chunks`` are stored, as it comes at ``at_s``."""
+    """A prompt that arrives at ``at_s``; all its ``chunks`` are stored."""
 
     at_s: float
     chunks: tuple[LevelledChunk, ...]
@@ -85,7 +85,7 @@ class Request:
 
 
 class Outcome(NamedTuple):
-    """When the first token is there, from the request on; the level of each chunk."""
+    """Time to the first token, and the level of each chunk."""
 
     ttft_s: float
     levels: tuple[int, ...] = ()
@@ -99,7 +99,7 @@ def recompute(request: Request, _: Trace) -> Outcome:
 
 
 def load_all(level: int) -> Replay:
-    """Load every chunk at *level*, whatever comes, then compute the rest."""
+    """Load every chunk at *level*, then compute the rest."""
 
     def replay(request: Request, trace: Trace) -> Outcome:
         chunks, terms = request.chunks, request.terms
@@ -107,19 +107,19 @@ def load_all(level: int) -> Replay:
         size_bytes, decoded_s = 0, sent_s
         for chunk in chunks:
             size_bytes += chunk.end_bytes[level]
-            there_s = trace.arrival_s(size_bytes, sent_s)
-            decoded_s = max(decoded_s, there_s) + chunk.raw_bytes / terms.decode_bytes_per_s
+            arrived_s = trace.arrival_s(size_bytes, sent_s)
+            decoded_s = max(decoded_s, arrived_s) + chunk.raw_bytes / terms.decode_bytes_per_s
         rest_s = terms.compute_s(chunks, len(chunks))
         return Outcome(decoded_s + rest_s - request.at_s, (level,) * len(chunks))
 
     return replay
 
 
-# --- the controller, with time that is a number
+# --- the controller in simulated time
 
 
 def controlled() -> Replay:
-    """Do what the client does, which goes on learning of the link from one request to the next."""
+    """Replay the client's get, which keeps its measurements of the link between requests."""
     clock = _Clock()
     meter = LinkMeter(FIRST_GUESS_BYTES_PER_S, clock)
 
@@ -131,7 +131,7 @@ def controlled() -> Replay:
 
 
 def _compute(_: range) -> None:
-    """Computing takes no time but that of the clock."""
+    """Computing takes simulated time only."""
 
 
 class _Clock:
@@ -142,36 +142,36 @@ class _Clock:
 
 
 class _WaitsError(Exception):
-    """The engine's thread has nothing to do for so many seconds."""
+    """The engine's thread waits for the seconds in the argument."""
 
 
 class _Changed(threading.Condition):
-    """That of a get: who waits for it is the engine, which this thread plays."""
+    """The condition of a get; the engine waits for it, simulated by this thread."""
 
     def __init__(self, notify: Callable[[], None]) -> None:
         super().__init__()
-        self._told = notify
+        self._notify = notify
 
     def wait(self, timeout: float | None = None) -> bool:
         raise _WaitsError(timeout)
 
     def notify_all(self) -> None:
-        self._told()
+        self._notify()
 
 
 class _DoneAt(Future[Any]):
-    """What a decoder is through with at *at_s*."""
+    """A decode that ends at *at_s*."""
 
-    def __init__(self, now: _Clock, at_s: float) -> None:
+    def __init__(self, clock: _Clock, at_s: float) -> None:
         super().__init__()
-        self._now, self._at_s = now, at_s
+        self._clock, self._at_s = clock, at_s
 
     def done(self) -> bool:
-        return self._now.now_s >= self._at_s
+        return self._clock.now_s >= self._at_s
 
 
 class _SimulatedGet(LevelledGet):
-    """The client's get, where what waits lets time pass: for the link, a decoder, the engine."""
+    """The client's get; each wait for the link, a decoder or the engine advances the clock."""
 
     def __init__(self, request: Request, trace: Trace, meter: LinkMeter, clock: _Clock) -> None:
         link: Any = SimpleNamespace(
@@ -187,20 +187,20 @@ class _SimulatedGet(LevelledGet):
             frame.chunk = chunk
         self._now, self._trace, self._chunks = clock, trace, request.chunks
         self._changed = _Changed(self._wake)
-        self._acts_s = self._started_s
-        """When the engine looks again for something to compute."""
+        self._next_step_s = self._started_s
+        """When the engine next looks for a chunk to compute."""
         self._computed = 0
-        self._is_met = compute is None
-        """Whether the engine computes nothing more before what loads is there."""
+        self._is_idle = compute is None
+        """Whether the engine computes no more chunks until the loads are over."""
         self._decoded_s = self._ready_s = self._started_s
 
     def outcome(self) -> Outcome:
         self._load()
-        while not self._is_met:
-            self._pass(self._acts_s)
+        while not self._is_idle:
+            self._pass(self._next_step_s)
         chunks, terms = self._chunks, self._plain_terms
         engine_s = self._started_s + self._engine_s
-        if self._computed == len(chunks):  # nobody waits for the loads
+        if self._computed == len(chunks):  # the loads are not needed
             levels, ready_s = self._levelled({}).levels, engine_s
         else:
             levels, ready_s = self._result.result().levels, max(engine_s, self._ready_s)
@@ -213,50 +213,50 @@ class _SimulatedGet(LevelledGet):
     # --- time
 
     def _pass(self, until_s: float) -> None:
-        """Have it be *until_s*; the engine has done meanwhile what it does."""
-        while self._compute is not None and self._acts_s <= until_s:
-            self._now.now_s = max(self._now.now_s, self._acts_s)
-            self._act()
+        """Advance the clock to *until_s* and run the engine until then."""
+        while self._compute is not None and self._next_step_s <= until_s:
+            self._now.now_s = max(self._now.now_s, self._next_step_s)
+            self._step()
         self._now.now_s = max(self._now.now_s, until_s)
 
-    def _act(self) -> None:
-        """What the engine's thread does, as ``_found_beside`` has it."""
-        if self._is_met:
-            self._acts_s = float("inf")
+    def _step(self) -> None:
+        """Run one step of the engine's thread, as ``_found_beside`` does."""
+        if self._is_idle:
+            self._next_step_s = float("inf")
             self._finish()
             return
         try:
             some = self._claim()
         except _WaitsError as error:
-            self._acts_s = self._now.now_s + error.args[0]
+            self._next_step_s = self._now.now_s + error.args[0]
             return
         self._computed = max(self._computed, some.stop)
-        self._acts_s = self._started_s + self._engine_s
+        self._next_step_s = self._started_s + self._engine_s
         if not some:
-            self._is_met = True
-            self._acts_s = self._now.now_s + max(0.0, self._left_s())
+            self._is_idle = True
+            self._next_step_s = self._now.now_s + max(0.0, self._left_s())
             if self._computed == len(self._chunks):
                 self._end()
 
     def _wake(self) -> None:
-        if not self._is_met:
-            self._acts_s = max(self._now.now_s, self._started_s + self._engine_s)
+        if not self._is_idle:
+            self._next_step_s = max(self._now.now_s, self._started_s + self._engine_s)
 
-    # --- what takes time
+    # --- waits
 
     def _leased(self) -> tuple[Any, int]:
         self._pass(self._started_s + EXCHANGES * RTT_S)
-        return None, 0  # of headers: what each chunk has is known
+        return None, 0  # no headers: the chunks are given
 
     def _pieces(
         self, transport: Any, batch: Sequence[Fetch], left_s: float
     ) -> Generator[Any, None, None]:
         end_s = self._now.now_s + left_s + STALL_S
-        there_s = self._now.now_s + RTT_S
+        arrived_s = self._now.now_s + RTT_S
         for piece in _ranges(batch):
-            there_s = self._trace.arrival_s(piece.stop - piece.start, there_s)
-            self._pass(min(there_s, end_s))
-            if there_s > end_s:
+            arrived_s = self._trace.arrival_s(piece.stop - piece.start, arrived_s)
+            self._pass(min(arrived_s, end_s))
+            if arrived_s > end_s:
                 return
             yield piece
 
@@ -275,38 +275,38 @@ class _SimulatedGet(LevelledGet):
         self._ready_s = max(self._now.now_s, self._decoded_s)
 
 
-# --- requests, and how late each way is
+# --- requests, and how late each way is with them
 
 CHUNK_TOKENS = 256
 VALUES_A_TOKEN = 32 * 2 * 8 * 128
-"""Of an 8B-class model with grouped heads: 128 KiB in bfloat16."""
+"""Those of an 8B-class model with grouped heads: 128 KiB in bfloat16."""
 ENGINE = PrefillModel(0.005, 1e-4, 3e-9)
-"""About what such a model takes on one H100."""
+"""About that of such a model on one H100."""
 DECODE_BYTES_PER_S = 10e9
-"""Decoded bytes, by all threads of a client: seven cores of kvq."""
+"""Decoded bytes a second by all threads of a client: kvq on seven cores."""
 PROMPT_TOKENS = (2048, 16384)
 DEADLINES_S = (0.75, 1.0, 1.5)
 GAP_S = 1.0
-"""Between requests, in the mean."""
+"""Mean time between requests."""
 REQUESTS = 60
-"""Over each trace."""
+"""Requests over each trace."""
 OURS = ("controller", "controller, loads first")
-"""Beside an engine that computes from the first chunk on meanwhile, as transformers' connector has
-it; and before one that computes when the loads are over, as vLLM has it."""
+"""Beside an engine that computes from the first chunk on, as with transformers; and before one that
+computes when the loads are over, as vLLM."""
 COST_S = 0.06
-"""Beside ``later_s``, what a decision may cost: the exchanges before bytes come, and how late a
+"""What a decision may cost besides ``later_s``: the round trips before bytes arrive, and how late a
 read that is cut short may end."""
 
 
 @dataclass(frozen=True, slots=True)
 class Levels:
-    """Bits a value of each level, and of a lossless copy."""
+    """Bits a value of each level and of a lossless copy."""
 
     bits: tuple[float, ...]
     exact_bits: float
 
     def chunk(self, tokens: int, *, exact: bool = False) -> LevelledChunk:
-        """Return a chunk of them, or one without loss."""
+        """Return a chunk with these levels, or an *exact* one."""
         bits = (self.exact_bits,) if exact else self.bits
         ends = tuple(int(tokens * VALUES_A_TOKEN * each / 8) for each in bits)
         return LevelledChunk(tokens, 2 * tokens * VALUES_A_TOKEN, ends)
@@ -315,9 +315,9 @@ class Levels:
 def measured(windows: int = 4) -> Levels:
     """Return the levels of kvq:layered on the KV of a trained model."""
     from bench.codecs.__main__ import LOSSLESS
+    from bench.codecs.kv import Lengths
     from bench.codecs.model import PrefixModel
     from bench.codecs.ours import Chunks, Coder
-    from bench.codecs.texts import Lengths
 
     model = PrefixModel(Lengths(windows))
     chunks = Chunks.of("bench/tinylm", model.bits, model.rope)
@@ -327,7 +327,7 @@ def measured(windows: int = 4) -> Levels:
 
 
 def requests(levels: Levels, seed: int, count: int, *, exact: bool) -> list[Request]:
-    """Return prompts of 2 to 16 thousand tokens, evenly by their logarithm."""
+    """Return prompts of 2,048 to 16,384 tokens, log-uniform."""
     draw = random.Random(seed)
     low, high = PROMPT_TOKENS
     one = levels.chunk(CHUNK_TOKENS, exact=exact)
@@ -347,8 +347,8 @@ def requests(levels: Levels, seed: int, count: int, *, exact: bool) -> list[Requ
 
 
 class Score(NamedTuple):
-    """Of one way over one trace: share of late requests, seconds to the first token, and requests
-    later than computing everything, by more than a decision may cost.
+    """One way over one trace: share of late requests, mean seconds to the first token, and requests
+    later than computing everything by more than a decision may cost.
     """
 
     late: float
@@ -359,8 +359,8 @@ class Score(NamedTuple):
 Scores = dict[str, Score]
 
 
-def score(replay: Replay, asked: Sequence[Request], trace: Trace) -> Score:
-    pairs = [(request.terms, request.chunks, replay(request, trace).ttft_s) for request in asked]
+def score(replay: Replay, prompts: Sequence[Request], trace: Trace) -> Score:
+    pairs = [(request.terms, request.chunks, replay(request, trace).ttft_s) for request in prompts]
     return Score(
         mean(ttft_s > terms.deadline_s for terms, _, ttft_s in pairs),
         mean(ttft_s for _, _, ttft_s in pairs),
@@ -372,21 +372,21 @@ def score(replay: Replay, asked: Sequence[Request], trace: Trace) -> Score:
 
 
 def compare(levels: Levels, trace: Trace, count: int, *, exact: bool, seed: int = 1) -> Scores:
-    """Return the score of every way over *trace*, ours first; *seed* is that of the prompts."""
-    asked = requests(levels, seed, count, exact=exact)
-    loading_first = [replace(one, terms=replace(one.terms, loads_first=True)) for one in asked]
+    """Return the score of every way over *trace*, ours first; *seed* makes the prompts."""
+    prompts = requests(levels, seed, count, exact=exact)
+    loading_first = [replace(one, terms=replace(one.terms, loads_first=True)) for one in prompts]
     found = {
-        OURS[0]: score(controlled(), asked, trace),
+        OURS[0]: score(controlled(), prompts, trace),
         OURS[1]: score(controlled(), loading_first, trace),
-        "recompute": score(recompute, asked, trace),
+        "recompute": score(recompute, prompts, trace),
     }
     for level in range(1 if exact else len(levels.bits)):
-        found[f"level {level}"] = score(load_all(level), asked, trace)
+        found[f"level {level}"] = score(load_all(level), prompts, trace)
     return found
 
 
 def _ratios(kind: Sequence[Scores]) -> tuple[float, float]:
-    """Return our late requests, and time to first token, over those of the best fixed choice."""
+    """Return late requests and time to first token, ours over those of the best fixed choice."""
     means = {
         way: (mean(one[way].late for one in kind), mean(one[way].ttft_s for one in kind))
         for way in kind[0]
@@ -417,8 +417,8 @@ def run(
     bars = "the best of recompute and each level, on the worst kind of jumping traces"
     report.add("violations_vs_best_fixed", late, "late requests, over those of", bars)
     report.add("mean_ttft_vs_best_fixed", ttft, "mean time to first token, over that of", bars)
-    said = f"requests later than without a store by over {COST_S} s and a chunk's or batch's time"
-    report.add("worse_than_recompute", worse, said, "all traces, bar 0")
+    what = f"requests later than without a store by over {COST_S} s and a chunk's or batch's time"
+    report.add("worse_than_recompute", worse, what, "all traces, bar 0")
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -38,13 +38,13 @@ def _day(made_s: int) -> str:
 def _tokens(file: Path) -> list[ApiKey]:
     from kvstore.server.security.key_files import parse_keys, read_guarded
 
-    return list(parse_keys(read_guarded(file)).rows.values()) if file.exists() else []
+    return list(parse_keys(read_guarded(file)).rows.values())
 
 
 def _encryption_keys(file: Path) -> list[EncryptionKey]:
     from kvstore.server.security.key_files import parse_encryption_keys, read_guarded
 
-    return list(parse_encryption_keys(read_guarded(file)).values()) if file.exists() else []
+    return list(parse_encryption_keys(read_guarded(file)).values())
 
 
 # --- token
@@ -63,7 +63,7 @@ def token_make(
     """
     from kvstore.server.security.key_files import make_key, write_keys
 
-    rows = _tokens(file)
+    rows = _tokens(file) if file.exists() else []
     text, row = make_key(tenant, [one for one in roles.split(",") if one], os.urandom, time.time())
     if out is None:
         write_keys(file, [*rows, row])
@@ -113,7 +113,7 @@ def keys_new(file: NewFile) -> None:
     """Create a key of the next epoch; new data is encrypted with it."""
     from kvstore.server.security.key_files import next_key, write_keys
 
-    rows = _encryption_keys(file)
+    rows = _encryption_keys(file) if file.exists() else []
     row = next_key(rows, os.urandom, time.time())
     write_keys(file, [*rows, row])
     print(f"created the key of epoch {row.epoch}; new data is encrypted with it")
@@ -184,6 +184,9 @@ def quota_set(  # noqa: PLR0913 - each is an option
         "requests_per_s": rate, "leases": leases, "tier": tier,
     }  # fmt: skip
     fields = {name: value for name, value in given.items() if value is not None}
+    if not fields.keys() - {"tier"}:
+        fix = "give a limit: --size, --guaranteed, --chunks, --rate or --leases"
+        raise InvalidRequestError("quota", tenant, fix)
     _show_quotas(app.call(address, "SetQuota", tenant=tenant, **fields), as_json)
 
 

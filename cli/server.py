@@ -324,9 +324,9 @@ def drain(
     """Stop accepting new work and flush memory-only chunks; exits with 1 if not all were saved."""
     deadline_ms = max(1, round(deadline_s * 1000))
     if not app.call(address, "Drain", deadline_ms, deadline_ms=deadline_ms).clean:
-        print("drained, but not all chunks were saved: see kvstore status")
+        print("drained, but not all chunks were saved: the server's log says why")
         raise typer.Exit(app.EXIT_NOT_HELD)
-    print("drained: everything that was in memory is on disk")
+    print("drained: everything that was in memory is on disk or in Redis")
 
 
 # --- config

@@ -1,9 +1,9 @@
-"""Blending: how near to a full prefill each selector comes, and how much sooner.
+"""Blending against full prefill: quality and time to first token, by selector.
 
-Quality on a model set by hand, whose answers need attention across chunks, on one trained until
-naive reuse hurts (data/riddlelm), and on the trained model of data/tinylm; selectors see the
-question, and what is scored comes after it. Time to the
-first token on a Llama with random weights, against its own full prefill in turns.
+Quality on a model with weights set by hand, whose answers need attention across chunks, on one
+trained until naive reuse hurts (data/riddlelm), and on data/tinylm. Selectors see the question;
+the scored tokens follow it. Time to the first token on a Llama with random weights, in turns with
+its own full prefill.
 """
 
 from __future__ import annotations
@@ -61,16 +61,16 @@ TIMED = ("hybrid", "stored_priority")
 AT = 0.15
 NEAR_FULL = 0.9
 NARROW = 0.01
-"""Half of an interval's width."""
+"""Half the width of an interval that is narrow enough."""
 LEARNED_FROM = (0.15, 0.4, 0.15, 0.7, 0.15)
-"""Ratios of the blends that a planner sees before it decides."""
+"""Ratios of the blends that a planner observes before it decides."""
 _FAST_MB_PER_S = 1e6
-Ask: TypeAlias = Callable[[], None]
+Resolve: TypeAlias = Callable[[], None]
 
 
 @dataclass(frozen=True, slots=True)
 class StageShape:
-    """How large the model and its prompt are, and how often each is timed."""
+    """Sizes of the model and its prompt, and the number of rounds."""
 
     layers: int = 8
     hidden: int = 512
@@ -80,11 +80,11 @@ class StageShape:
     question: int = 64
     rounds: int = 7
     most_rounds: int = 31
-    """Where the ratio to a full prefill is near 1 turns go on until its interval is narrow."""
+    """If the ratio to a full prefill is near 1, rounds go on until its interval is narrow."""
 
 
 class SlowSource(MemorySource):
-    """Stored KV behind a link of *bytes_per_s*; rows that need not come are not waited for."""
+    """Stored KV behind a link of *bytes_per_s*; skipped rows take no time."""
 
     def __init__(
         self, stored: Mapping[int, Sequence[LayerKV]], plan: BlendPlan, bytes_per_s: float
@@ -98,7 +98,7 @@ class SlowSource(MemorySource):
         self.loaded_bytes = 0
 
     def layer(self, i: int) -> Mapping[int, LayerKV]:
-        """Return layer *i* when the link has brought it: it works without a pause."""
+        """Return layer *i* when it has arrived; the link never idles."""
         size = len(self._rows) * self._token_bytes
         self.loaded_bytes += size
         now = time.perf_counter()
@@ -112,7 +112,7 @@ class SlowSource(MemorySource):
 
 @dataclass(slots=True)
 class Timing:
-    """Turns of one selector at one speed of storage: ratios to a full prefill, and its seconds."""
+    """Rounds of one selector on one link: ratios to a full prefill, and the seconds of that."""
 
     selector: str
     link_mb_per_s: float
@@ -127,7 +127,7 @@ class Timing:
 
 
 class Stage:
-    """A random model and its prompt of a prefix, chunks and a question, with their stored KV."""
+    """A random model and a prompt of a prefix, chunks and a question, with its stored KV."""
 
     def __init__(self, shape: StageShape) -> None:
         self._shape = shape
@@ -157,7 +157,7 @@ class Stage:
             return timed(lambda: self.case.engine.model(ids, logits_to_keep=1))
 
     def blend(self, plan: BlendPlan, link_mb_per_s: float) -> tuple[float, BlendResult, int]:
-        """Return what a blend took in seconds, what came of it, and the bytes it loaded."""
+        """Return the seconds of a blend, its result, and the bytes it loaded."""
         source, started = SlowSource(self._stored, plan, link_mb_per_s * 1e6), time.perf_counter()
         result = self.case.engine.blender.blend(plan, source)
         taken_s = time.perf_counter() - started
@@ -169,47 +169,47 @@ class Stage:
         rounds = range(self._shape.rounds)
         return median(self.blend(plan, _FAST_MB_PER_S)[0] / self.full_s() for _ in rounds)
 
-    def times(self, selector: str, links: Sequence[float], ask: Ask) -> Iterator[Timing]:
-        """Let a planner decide that knows the engine and the link, and time what it says.
+    def times(self, selector: str, links: Sequence[float], resolve: Resolve) -> Iterator[Timing]:
+        """Time the decisions of a planner that has observed the engine and the link.
 
-        Blend and full prefill take turns, each first every other time. The planner learns
-        from every turn, as an engine's does, after it has decided it.
+        Blend and full prefill alternate, each first every other round. The planner observes
+        every round after it has decided it, as an engine's planner does.
         """
-        lessons = []
+        observed = []
         for ratio in LEARNED_FROM:
             plan, full_s = self.plan(selector).with_ratio(ratio), self.full_s()
-            lessons.append((full_s, plan, self.blend(plan, _FAST_MB_PER_S)[1]))
+            observed.append((full_s, plan, self.blend(plan, _FAST_MB_PER_S)[1]))
         for link in links:
             speeds, meter = Speed(0.0, 0.0, 1e-4, 1e-9), LinkMeter(link * 1e6)
             planner = BlendPlanner(self._shape.layers, speeds, meter)
-            for full_s, plan, result in lessons:
+            for full_s, plan, result in observed:
                 planner.observe_full(len(self.case.tokens), full_s)
                 planner.observe_blend(plan, result, 0)
             timing = Timing(selector, link)
             while len(timing.ratios) < self._shape.rounds or not (
                 timing.is_settled or len(timing.ratios) >= self._shape.most_rounds
             ):
-                self._turn(planner, timing, ask)
+                self._turn(planner, timing, resolve)
             yield timing
 
-    def _turn(self, planner: BlendPlanner, timing: Timing, ask: Ask) -> None:
+    def _turn(self, planner: BlendPlanner, timing: Timing, resolve: Resolve) -> None:
         full_s = 0.0 if len(timing.ratios) % 2 else self.full_s()
         started = time.perf_counter()
-        ask()
-        # KV of a token, all layers, in float32: half as many heads as queries have.
+        resolve()
+        # KV of a token, all layers, in float32: half as many heads as the queries.
         token_bytes = self._shape.layers * self._shape.hidden * 4
         can_skip = timing.selector == "stored_priority"
         plan = self.plan(timing.selector)
         decision = planner.choose(plan, token_bytes, can_skip_rows=can_skip)
         chosen = decision.applied(plan)
-        asked_s = time.perf_counter() - started
+        resolved_s = time.perf_counter() - started
         blended_s, result, loaded_bytes = self.blend(chosen, timing.link_mb_per_s)
         full_s = full_s or self.full_s()
         planner.observe_full(len(self.case.tokens), full_s)
         if decision.action != "full":
             planner.observe_blend(chosen, result, loaded_bytes)
         timing.decision = decision
-        timing.ratios.append((asked_s + blended_s) / full_s)
+        timing.ratios.append((resolved_s + blended_s) / full_s)
         timing.full_s.append(full_s)
 
 
@@ -218,11 +218,11 @@ def _some(rng: random.Random, count: int) -> Tokens:
 
 
 @contextmanager
-def asking(stage: Stage) -> Iterator[Ask]:
-    """Serve *stage*'s documents out of a prompt in another order; yield what asks for its own.
+def resolving(stage: Stage) -> Iterator[Resolve]:
+    """Store *stage*'s documents from a prompt in another order; yield a function that finds them.
 
-    That resolves the prompt, makes its plan, and gives back what was leased; it raises
-    RuntimeError unless documents are found.
+    It resolves the prompt, makes its plan and releases the leases; it raises RuntimeError if no
+    document is found.
     """
     tokens, blender = stage.case.tokens, stage.case.engine.blender
     ranges = [SegmentRange(s.start, s.end) for _, s in stage.plan(TIMED[0]).of_kind("approx")]
@@ -241,35 +241,35 @@ def asking(stage: Stage) -> Iterator[Ask]:
         stored = [SegmentRange(*span) for span in pairwise(ends)]
         store_prefill(client, blender.prefill(shuffled), shuffled, stored)
 
-        def ask() -> None:
-            trial = SegmentQuery(is_trial=True)  # let through a gate that nobody has opened
+        def resolve() -> None:
+            trial = SegmentQuery(is_trial=True)  # passes a closed gate
             with (
                 client.find_segments(tokens, ranges, trial) as resolved,
                 StoreSource(resolved, tokens, client.model) as source,
             ):
                 if not source.plan.count("approx"):
-                    raise RuntimeError("nothing was found of a prompt whose documents were stored")
+                    raise RuntimeError("no stored document of the prompt was found")
 
-        yield ask
+        yield resolve
 
 
 def speed(report: Report, shape: StageShape, links_mb_per_s: Sequence[float]) -> None:
     stage = Stage(shape)
     stage.full_s()
-    with asking(stage) as ask:
-        ask()
-        timings = [one for name in TIMED for one in stage.times(name, links_mb_per_s, ask)]
+    with resolving(stage) as resolve:
+        resolve()
+        timings = [one for name in TIMED for one in stage.times(name, links_mb_per_s, resolve)]
     for one in timings:
         decision, (ratio, low, high) = one.decision, median_of(one.ratios)
         assert decision is not None
-        words = f"of full [{low:.3f}, {high:.3f}]: {decision.action} at {decision.ratio:.0%}"
-        report.note(f"  {one.selector} at {one.link_mb_per_s:g} MB/s", f"{ratio:.3f}", words)
+        text = f"of full [{low:.3f}, {high:.3f}]: {decision.action} at {decision.ratio:.0%}"
+        report.note(f"  {one.selector} at {one.link_mb_per_s:g} MB/s", f"{ratio:.3f}", text)
     slowest = max(timings, key=lambda one: median(one.ratios))
     to_full = median_of(slowest.ratios)
     report.add(
         "slowest_vs_full_prefill", to_full[0],
-        f"time as the controller decides, {slowest.selector} at {slowest.link_mb_per_s:g} MB/s, "
-        f"{paired(to_full)}, {len(slowest.ratios)} turns",
+        f"time as the planner decides, {slowest.selector} at {slowest.link_mb_per_s:g} MB/s, "
+        f"{paired(to_full)}, {len(slowest.ratios)} rounds",
         f"the model's full prefill, {median(slowest.full_s) * 1e3:.0f} ms",
     )  # fmt: skip
     blended = stage.to_full(stage.plan(TIMED[0]))
@@ -280,12 +280,12 @@ def speed(report: Report, shape: StageShape, links_mb_per_s: Sequence[float]) ->
 SEED = 3
 BEST: Key = ("hybrid", 0.15)
 RIVAL: Key = ("hkvd", 0.15)
-"""The selector that a plan has unless another is given, and CacheBlend's."""
+"""The default selector of a plan, and CacheBlend's."""
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured; the tests measure less."""
+    """How much is measured; tests use less."""
 
     riddles: int = 60
     stories: int = 40
@@ -297,19 +297,19 @@ class Sizes:
 
 
 def identity(report: Report, cases: Sequence[Case]) -> None:
-    """Compare both ends of the ratio with what each model itself computes, in float32."""
+    """Compare blends at ratios 1 and 0 with what each model computes itself, in float32."""
     found = list(map(_ends, cases))
     keys = ("full_ratio_max_abs_logit", "zero_ratio_max_abs_logit")
     against = ("the models' full prefills", "the models over caches of moved chunks")
     for at, key in enumerate(keys):
         distance = max(ends[at] for ends in found)
         report.add(key, distance, f"largest difference of a logit: {distance:.1e}", against[at])
-        report.values[key] = distance  # a report rounds to ten-thousandths
+        report.values[key] = distance  # unrounded
 
 
 def _ends(case: Case) -> tuple[float, float]:
-    """Return how far logits are at 100 % from the model's own, and at 0 from those it has over
-    what is stored, moved by hand and joined.
+    """Return the largest difference of a logit: at ratio 1 from the full prefill, at ratio 0 from
+    the model over stored KV that is re-rotated and joined here.
     """
     model, adapter = case.engine.model, case.engine.blender.adapter
     cache = DynamicCache(config=model.config)
@@ -337,49 +337,55 @@ def quality(report: Report, sizes: Sizes) -> list[str]:
     designed, learned, (trained, tokenizer) = designed_engine(), riddle_engine(), trained_engine()
     riddles = [riddle_case(designed, make_riddle(rng), rng) for _ in range(sizes.riddles)]
     stories = [riddle_case(learned, make_riddle(rng, STORY), rng) for _ in range(sizes.stories)]
-    asked = list(islice(question_cases(trained, tokenizer, rng), sizes.questions))
+    questions = list(islice(question_cases(trained, tokenizer, rng), sizes.questions))
     texts = islice(text_cases(trained, tokenizer, rng), sizes.texts)
-    identity(report, [riddles[0], stories[0], asked[0]])
-    answers, story_scores, marks = measure(riddles), measure(stories), measure(asked)
-    running = measure(texts)
-    ours, theirs, naive = (figures(answers, key, "exact_match") for key in (BEST, RIVAL, NAIVE))
+    identity(report, [riddles[0], stories[0], questions[0]])
+    riddle_marks, story_marks, question_marks = (
+        measure(riddles),
+        measure(stories),
+        measure(questions),
+    )
+    text_marks = measure(texts)
+    ours, theirs, naive = (
+        figures(riddle_marks, key, "exact_match") for key in (BEST, RIVAL, NAIVE)
+    )
     gain = difference(ours, theirs)
-    words = f"right answers of {BEST[0]} less those of {RIVAL[0]}, {paired(gain)}"
+    text = f"right answers of {BEST[0]} less those of {RIVAL[0]}, {paired(gain)}"
     means = f"{ours.mean():.3f}, {theirs.mean():.3f}; naive {naive.mean():.3f}"
-    report.add("best_em_minus_hkvd_em@15", gain[0], words, means)
+    report.add("best_em_minus_hkvd_em@15", gain[0], text, means)
     parts = {}
-    for name, part in (("questions", marks), ("text", running)):
+    for name, part in (("questions", question_marks), ("text", text_marks)):
         kls = [figures(part, key, "divergence") for key in (BEST, RIVAL)]
         parts[name] = quotient(*kls), f"{kls[0].mean():.2e}, {kls[1].mean():.2e}"
     worst = max(parts, key=lambda name: parts[name][0][0])
     interval, found = parts[worst]
-    words = f"KL of {BEST[0]} over that of {RIVAL[0]}, {worst} (the worse of two)"
-    report.add("best_kl_vs_hkvd_kl@15", interval[0], f"{words}, {paired(interval)}", found)
-    lines = table("model set by hand", answers)
-    lines += table("riddlelm, trained until naive reuse hurts", story_scores)
-    lines += table("tinylm, questions", marks)
-    return lines + table("tinylm, text", running)
+    text = f"KL of {BEST[0]} over that of {RIVAL[0]}, {worst} (the worse of two)"
+    report.add("best_kl_vs_hkvd_kl@15", interval[0], f"{text}, {paired(interval)}", found)
+    lines = table("model set by hand", riddle_marks)
+    lines += table("riddlelm, trained until naive reuse hurts", story_marks)
+    lines += table("tinylm, questions", question_marks)
+    return lines + table("tinylm, text", text_marks)
 
 
 def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
     parser = parser_of(__doc__)
-    parser.add_argument("--model", type=Path, metavar="FOLDER", help="measure this model, too")
-    asked = parser.parse_args(argv)
+    parser.add_argument("--model", type=Path, metavar="FOLDER", help="also measure this model")
+    flags = parser.parse_args(argv)
     threads = torch.get_num_threads()
     report, sizes = Report("blend"), sizes or Sizes()
     try:
-        torch.set_num_threads(1)  # more only wait for each other at these sizes
+        torch.set_num_threads(1)  # more are slower at these sizes
         lines = quality(report, sizes)
-        if asked.model is None:
+        if flags.model is None:
             report.skip(MODEL_KEYS, "no --model FOLDER was given: make real-model makes one")
         else:
-            lines += measure_model(report, asked.model, sizes.model)
+            lines += measure_model(report, flags.model, sizes.model)
         speed(report, sizes.stage, sizes.links_mb_per_s)
     finally:
         torch.set_num_threads(threads)
-    if not asked.json:
+    if not flags.json:
         print("\n".join(lines))
-    report.print(only_json=asked.json)
+    report.print(only_json=flags.json)
 
 
 if __name__ == "__main__":

@@ -1,15 +1,15 @@
-"""Prompts to blend, and how near a blend is to a full prefill, by selector and ratio.
+"""Prompts to blend, and how close a blend is to a full prefill, by selector and ratio.
 
-A prompt is parts that are stored (a prefix, chunks from other contexts), a question, and what
-follows it. Scores of chunks are learned from other orders of the same chunks, computed in full, as
-a store learns them from shadow prefills. Selectors see the question; what follows is in no plan.
+A prompt is stored parts (a prefix, chunks from other contexts), a question, and scored tokens after
+it. Scores of chunks are learned from full prefills of the same chunks in other orders, as a store
+learns them from shadow prefills. Selectors see the question; no plan has the scored tokens.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import pairwise
 from pathlib import Path
@@ -39,11 +39,11 @@ RIDDLE_FOLDER = ROOT / "data" / "riddlelm"
 OTHER_ORDERS = 2
 RATIOS = (0.15, 0.30)
 _PREFIX, _CHUNK, _CHUNKS, _QUESTION, _SCORED = 128, 160, 3, 32, 64
-"""Tokens of running text, and how many chunks."""
+"""Tokens of running text in each part, and the number of chunks."""
 
 Scores = tuple[float, ...]
 Placed = tuple[list[LayerKV], int]
-"""KV of tokens, and the position where they stood."""
+"""KV of tokens, and their first position."""
 Key = tuple[str, float]
 NAIVE: Key = ("naive", 0.0)
 WHOLE: Key = ("all", 1.0)
@@ -51,7 +51,7 @@ WHOLE: Key = ("all", 1.0)
 
 @dataclass(frozen=True, slots=True)
 class Engine:
-    """A Blender and the token that stands before a chunk that is prefilled alone."""
+    """A Blender, and the token before a chunk that is prefilled alone."""
 
     blender: Blender
     sink: int = BEGIN
@@ -78,19 +78,19 @@ class Engine:
         stored: Sequence[list[LayerKV]],
         orders: Sequence[Sequence[int]],
     ) -> list[Scores]:
-        """Return what full prefills of *orders* tell of *stored*: mean ranks of deviations."""
+        """Return the mean rank of each token's deviation from *stored* in prefills of *orders*."""
         sums = [torch.zeros(len(chunk)) for chunk in chunks]
         for order in orders:
             cuts = self.cut(prefix, chunks, order)
-            for total, (kv, _), known in zip(sums, cuts, stored, strict=True):
-                ranks = torch.argsort(deviations(kv, known), stable=True)
+            for total, (kv, _), before in zip(sums, cuts, stored, strict=True):
+                ranks = torch.argsort(deviations(kv, before), stable=True)
                 total += torch.argsort(ranks, stable=True).float() / len(ranks)
         return [tuple((total / len(orders)).tolist()) for total in sums]
 
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """Tokens that are stored: their KV, where they stood, and what each gains by being computed."""
+    """Stored tokens: their KV, first position, and the gain of recomputing each (``scores``)."""
 
     tokens: Tokens
     kv: list[LayerKV]
@@ -101,7 +101,7 @@ class Part:
 
 @dataclass(frozen=True)
 class Case:
-    """One prompt. ``scored`` follows the question, teacher-forced."""
+    """One prompt. ``scored``: tokens after the question, teacher-forced."""
 
     engine: Engine
     parts: tuple[Part, ...]
@@ -112,7 +112,7 @@ class Case:
     @property
     def riddle(self) -> Riddle:
         if self.secret is None:
-            raise ValueError("riddle: this case was not made of one")
+            raise ValueError("riddle: this case was not made from one")
         return self.secret
 
     @cached_property
@@ -127,15 +127,6 @@ class Case:
     def full(self) -> BlendResult:
         return self.engine.blender.prefill(self.tokens)
 
-    def with_true_scores(self) -> Case:
-        """Return it with scores from this very prompt: what no selector can know."""
-        parts = []
-        for segment, part in zip(self.plan(0.0, "hybrid").segments, self.parts, strict=False):
-            span = slice(segment.start, segment.end)
-            full = [(k[:, span], v[:, span]) for k, v in self.full.kv]
-            parts.append(replace(part, scores=tuple(deviations(full, part.kv).tolist())))
-        return replace(self, parts=tuple(parts))
-
     def plan(self, ratio: float, selector: str) -> BlendPlan:
         segments, end = list[Segment](), 0
         for part in self.parts:
@@ -146,7 +137,7 @@ class Case:
         return BlendPlan(self.tokens, tuple(segments), ratio, selector)
 
     def blend(self, key: Key) -> BlendResult:
-        """Return the prompt blended. Raises RuntimeError when it was computed instead."""
+        """Blend the prompt. Raises RuntimeError if it was computed in full instead."""
         name, ratio = key
         plan = self.plan(ratio, name if name in SELECTORS else "hybrid")
         result = self.engine.blender.blend(plan, self.source)
@@ -156,7 +147,7 @@ class Case:
 
     @cached_property
     def full_after(self) -> Tensor:
-        """What ``after`` returns of the full prefill."""
+        """``after`` of the full prefill."""
         return self.after(self.full)
 
     def after(self, result: BlendResult) -> Tensor:
@@ -167,7 +158,7 @@ class Case:
 def _case(
     engine: Engine, prefix: Tokens, chunks: Sequence[Tokens], rng: random.Random | None, **rest: Any
 ) -> Case:
-    """Return a prompt whose chunks are stored behind the sink alone; None: nothing is learned."""
+    """Return a prompt whose chunks are stored after the sink alone; without *rng* scores are 0."""
     stored = [engine.blender.compile(chunk, sink=[engine.sink]) for chunk in chunks]
     scores = [(0.0,) * len(chunk) for chunk in chunks]
     if rng is not None:
@@ -193,7 +184,7 @@ def trained_engine(folder: Path = FOLDER) -> tuple[Engine, Any]:
 
 
 def riddle_engine(folder: Path = RIDDLE_FOLDER, sink: int = BEGIN) -> Engine:
-    """Return the model that was trained on stories, float32: its tokens are those of riddles."""
+    """Return a model in float32; the default one was trained on stories."""
     disable_progress_bar()  # type: ignore[no-untyped-call]
     return Engine.of(AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), sink)
 
@@ -203,7 +194,7 @@ def designed_engine() -> Engine:
 
 
 def question_cases(engine: Engine, tokenizer: Any, rng: random.Random) -> Iterator[Case]:
-    """Yield prompts of paragraphs and a question: the answer's tokens are scored."""
+    """Yield prompts of paragraphs and a question; the answer is scored."""
     for row in rows_of(FOLDER / "questions.jsonl"):
         chunks = [ids_of(tokenizer, text + "\n\n") for text in row["paragraphs"]]
         answer = ids_of(tokenizer, row["answer"]) + ids_of(tokenizer, "\n\n")
@@ -212,7 +203,7 @@ def question_cases(engine: Engine, tokenizer: Any, rng: random.Random) -> Iterat
 
 
 def text_cases(engine: Engine, tokenizer: Any, rng: random.Random) -> Iterator[Case]:
-    """Yield running text: a prefix, three chunks, 32 tokens as a question, 64 that are scored."""
+    """Yield running text: a prefix, three chunks, 32 tokens as a question, 64 scored."""
     for row in rows_of(FOLDER / "heldout.jsonl"):
         ids = ids_of(tokenizer, row["text"][:4096])
         prefix, rest = (engine.sink, *ids[:_PREFIX]), ids[_PREFIX:]
@@ -226,14 +217,14 @@ def text_cases(engine: Engine, tokenizer: Any, rng: random.Random) -> Iterator[C
 
 @dataclass(frozen=True, slots=True)
 class Mark:
-    """What one blend is worth: KL a scored token, and the share of right answers."""
+    """Quality of one blend: KL a scored token, and the share of correct answers."""
 
     divergence: float
     exact_match: float
 
 
 Marks = dict[Key, list[Mark]]
-"""Marks of all cases, in their order, by selector and ratio."""
+"""Marks of all cases, in order, by selector and ratio."""
 
 
 def figures(marks: Marks, key: Key, name: str) -> NDArray[np.float64]:
@@ -241,7 +232,7 @@ def figures(marks: Marks, key: Key, name: str) -> NDArray[np.float64]:
 
 
 def keys() -> list[Key]:
-    """Return what is measured: no rows at all, and each selector at each ratio."""
+    """Return what is measured: naive reuse, and each selector at each ratio."""
     return [NAIVE, *((name, ratio) for name in SELECTORS for ratio in RATIOS)]
 
 
@@ -254,14 +245,14 @@ def measure(cases: Iterable[Case]) -> Marks:
 
 
 def judge(case: Case, result: BlendResult) -> Mark:
-    """Score the rows that answer a riddle, or what follows the question: no selector saw it."""
+    """Score the rows that answer a riddle, or the scored tokens, which no selector saw."""
     if case.secret:
         full, found = case.full.logits[-len(case.question) :][1::2], result.logits[1::2]
-        right = answered(result.logits, case.secret)
+        correct = answered(result.logits, case.secret)
     else:
         full, found = case.full_after, case.after(result)
-        right = [found.argmax(-1).tolist() == list(case.scored)]
-    return Mark(compare(full, found).divergence, sum(right) / len(right))
+        correct = [found.argmax(-1).tolist() == list(case.scored)]
+    return Mark(compare(full, found).divergence, sum(correct) / len(correct))
 
 
 def difference(ours: NDArray[np.float64], theirs: NDArray[np.float64]) -> Estimate:
@@ -282,7 +273,7 @@ def paired(found: Estimate) -> str:
 
 
 def table(title: str, marks: Marks) -> list[str]:
-    """Return lines of a table: one for each selector and ratio."""
+    """Return a table with a line for each selector and ratio."""
     lines = [title, f"  {'selector':18s}ratio         EM    KL x1e3"]
     for name, ratio in marks:
         em, kl = (

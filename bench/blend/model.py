@@ -1,8 +1,8 @@
-"""Blending on a real language model: facts and text, documents out of another prompt.
+"""Blending on a real language model: facts and text, with documents from another prompt.
 
-Four documents of real text that tell four-digit codes, and questions about one document, about
-two that are neighbours ("the item above"), and about one that names another; and running text.
-KL of the question's rows and of what follows them are kept apart: selectors see the question.
+Four documents of real text contain four-digit codes. Questions are about one document, about two
+neighbours ("the item above"), or about one that names another. Then running text. KL of the
+question's rows and of the rows after it are separate, as selectors see the question.
 """
 
 from __future__ import annotations
@@ -31,20 +31,18 @@ THINGS = (
 SYSTEM = "Answer from the documents. Every answer is a code of four digits."
 DOCUMENTS = 4
 QUESTIONS = 4
-"""Of a context."""
+"""Questions about one context."""
 BEST: Key = ("hybrid", 0.3)
 SEED = 3
 _FEW, _MANY = 24, 60
-"""Tokens of real text in a document."""
+"""Least and most tokens of real text in a document."""
 _CHUNK, _QUESTION, _SCORED = 72, 16, 48
-"""Tokens of running text: of each of four chunks, of the question, and behind it."""
+"""Tokens of running text: of each of four chunks, of the question, and scored after it."""
 
 
 @dataclass(frozen=True, slots=True)
 class ModelSizes:
-    """How much is measured: contexts of four questions, passages, and prompts without prefix, so
-    many of either kind.
-    """
+    """How much is measured: contexts, passages of text, and prompts of each without a prefix."""
 
     contexts: int = 14
     texts: int = 8
@@ -53,13 +51,16 @@ class ModelSizes:
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """A prompt of documents, and what follows it. ``stood``: another order of the documents."""
+    """A prompt of documents, and the tokens after it.
+
+    ``stored_order``: the documents' order in the prompt that stored them.
+    """
 
     prefix: Tokens
     documents: tuple[Tokens, ...]
     question: Tokens
     follows: Tokens
-    stood: tuple[int, ...]
+    stored_order: tuple[int, ...]
 
 
 class Prompts:
@@ -88,20 +89,20 @@ class Prompts:
             documents.append((*heading, *filler, *end))
         one, other, third = rng.sample(range(DOCUMENTS), 3)
         above = rng.randrange(1, DOCUMENTS)
-        asked = [
+        questions = [
             (f"code of the {things[one]}", codes[one]),
             (f"code of the {things[other]}", codes[other]),
             (f"key of the {things[above - 1]}", codes[DOCUMENTS + above]),
             (f"code of the item that the {things[third]} is kept with", codes[third - 1]),
         ]
-        stood = (0, *rng.choice([(2, 3, 1), (3, 1, 2), (3, 2, 1)]))
+        stored_order = (0, *rng.choice([(2, 3, 1), (3, 1, 2), (3, 2, 1)]))
         return [
             Prompt(
                 self._system, tuple(documents),
                 self._ids(f"Question: What is the {wanted}?\nAnswer: it is"),
-                self._ids(f" {code}"), stood,
+                self._ids(f" {code}"), stored_order,
             )
-            for wanted, code in asked
+            for wanted, code in questions
         ]  # fmt: skip
 
     def passages(self) -> Iterator[Prompt]:
@@ -113,29 +114,29 @@ class Prompts:
                 yield Prompt(self._system, chunks, question, follows, (0, 2, 3, 1))
 
     def stored(self, prompt: Prompt) -> tuple[Part, ...]:
-        """Return the prefix and the documents of *prompt*, cut out of another prompt.
+        """Return the prefix and the documents of *prompt*, cut from another prompt.
 
-        Scores are those that two other orders of the same documents teach.
+        Scores are learned from two other orders of the same documents.
         """
         engine, prefix, documents = self.engine, prompt.prefix, prompt.documents
-        found = engine.cut(prefix, documents, prompt.stood)
+        found = engine.cut(prefix, documents, prompt.stored_order)
         orders = ((1, 0, 3, 2), (2, 1, 3, 0))
         scores = engine.learned(prefix, documents, [kv for kv, _ in found], orders)
         parts = (
             [Part(prefix, engine.blender.compile(prefix, sink=()), 0, "exact")] if prefix else []
         )
         for (kv, place), tokens, score in zip(found, documents, scores, strict=True):
-            # The first document is the same prompt's where it stood behind the same prefix.
+            # The first document is exact if it stored_order after the same prefix.
             is_exact = len(parts) == 1 and bool(prefix) and place == len(prefix)
             parts.append(Part(tokens, kv, place, "exact" if is_exact else "approx", score))
         return tuple(parts)
 
 
-class Tried:
-    """What came of blending prompts of one kind.
+class Results:
+    """Results of blending prompts of one kind.
 
-    ``kl`` has for each key the KL a token of every prompt, of its question and of what follows it,
-    teacher-forced: (prompts, 2). ``tokens`` counts both, (prompts, 2).
+    ``kl`` has for each key the KL a token of every prompt, of its question and of the tokens after
+    it, teacher-forced: (prompts, 2). ``tokens`` counts both, (prompts, 2).
     """
 
     def __init__(self, model: Prompts, prompts: Sequence[Prompt]) -> None:
@@ -159,13 +160,13 @@ class Tried:
         self.kl = {key: np.array(kls) for key, kls in found.items()}
 
     def pooled(self, key: Key) -> NDArray[np.float64]:
-        """Return the KL a token of every prompt, of its question and of what follows."""
+        """Return the KL a token of every prompt, over its question and the tokens after it."""
         pooled: NDArray[np.float64] = np.average(self.kl[key], axis=1, weights=self.tokens)
         return pooled
 
     def answers(self, key: Key) -> NDArray[np.float64]:
         """Return the KL of answers of each context, the mean of its questions: they share its
-        documents, so an interval is one of contexts.
+        documents, so the unit of an interval is the context.
         """
         means: NDArray[np.float64] = self.kl[key][:, 1].reshape(-1, QUESTIONS).mean(1)
         return means
@@ -182,19 +183,19 @@ class Tried:
 def measure_model(report: Report, folder: Path, sizes: ModelSizes) -> list[str]:
     """Measure the model of *folder*; return the tables."""
     model, rng = Prompts(folder), random.Random(SEED)
-    facts = Tried(model, [one for _ in range(sizes.contexts) for one in model.facts(rng)])
-    text = Tried(model, list(islice(model.passages(), sizes.texts)))
+    facts = Results(model, [one for _ in range(sizes.contexts) for one in model.facts(rng)])
+    text = Results(model, list(islice(model.passages(), sizes.texts)))
     some = (*facts.prompts[: 2 * sizes.bare : 2], *text.prompts[: sizes.bare])
-    bare = Tried(model, [replace(one, prefix=(), stood=(1, 2, 3, 0)) for one in some])
+    bare = Results(model, [replace(one, prefix=(), stored_order=(1, 2, 3, 0)) for one in some])
     naive = bare.pooled(NAIVE)
     found = {key: quotient(bare.pooled(key), naive) for key in keys()[1:]}
     worst = max(found, key=lambda key: found[key][0])
-    words = f"KL of {worst[0]} at {worst[1]:.0%} over naive reuse, {paired(found[worst])}"
-    against = f"no prefix, the first document moved; naive {naive.mean():.4f}, {len(naive)} prompts"
-    report.add(MODEL_KEYS[0], found[worst][0], words, against)
+    measured = f"KL of {worst[0]} at {worst[1]:.0%} over naive reuse, {paired(found[worst])}"
+    against = f"no prefix, first document moved; naive {naive.mean():.4f}, {len(naive)} prompts"
+    report.add(MODEL_KEYS[0], found[worst][0], measured, against)
     part = quotient(facts.answers(BEST), facts.answers(NAIVE))
-    words = f"KL of answers of hybrid at 30 % over that of naive reuse, {paired(part)}"
-    against = f"documents of another prompt; {sizes.contexts} contexts of {QUESTIONS} questions"
-    report.add(MODEL_KEYS[1], part[0], words, against)
+    measured = f"KL of answers of hybrid at 30 % over that of naive reuse, {paired(part)}"
+    against = f"documents from another prompt; {sizes.contexts} contexts of {QUESTIONS} questions"
+    report.add(MODEL_KEYS[1], part[0], measured, against)
     kinds = (("facts", facts), ("text", text), ("without a prefix", bare))
     return [line for title, one in kinds for line in one.table(f"{folder.name}, {title}")]

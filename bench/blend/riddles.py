@@ -1,15 +1,15 @@
 """Riddles whose answers need attention across chunks, and a Llama set by hand that answers them.
 
-Statements "name value ." and "name other-name ." stand in chunks; the query "? name" is to be
-answered with the name's value, through up to two aliases. In a story a name may be stated again, in
-the same chunk or a later one: the last statement counts, and a name that stands for another keeps
-what that one stood for at the time, so rows of a chunk depend on the chunks before it.
+Chunks have statements "name value ." and "name other-name ."; the query "? name" asks for the
+name's value, through up to two aliases. In a story a name may be stated again, in the same chunk or
+a later one: the last statement counts, and an alias keeps the value of its target at that point, so
+rows of a chunk depend on the chunks before it.
 
-The model states no name again. Layer 0 lets each token know the
-token before it; every further layer looks a name up once: its queries are what a token names,
-its keys what the token before named, its values the value that token stands for or has found.
-An alias that points into another chunk finds its value only where it sees that chunk, so
-prefilled apart it answers wrong, and computing its row anew mends it. Nothing is trained.
+The model handles riddles without restated names. Layer 0 copies the previous token; each further
+layer resolves a name once: queries are the name of a token, keys the name before it, values the
+value of that token or the one it resolved. An alias into another chunk resolves only if it attends
+to that chunk: prefilled alone it answers wrong, and recomputing its row fixes it. Nothing is
+trained.
 """
 
 from __future__ import annotations
@@ -30,16 +30,16 @@ FIRST_VALUE = FIRST_NAME + NAMES
 VOCABULARY = FIRST_VALUE + VALUES
 
 HEAD_DIM = 128
-# What the channels of a hidden state say.
+# Channels of a hidden state.
 IS_NAME, AFTER_NAME, IS_VALUE, FOUND = 0, NAMES, 2 * NAMES, 2 * NAMES + VALUES
 IS_OTHER = 2 * (NAMES + VALUES) + 1
 ONE = IS_OTHER + 1
 _HIDDEN = 160
-_THETA = 1e12  # the slowest pairs do not turn at all: a name is the same key everywhere
+_THETA = 1e12  # the slowest pairs do not rotate: a name has one key at all positions
 
 
 def make_designed(lookups: int = 3) -> LlamaForCausalLM:
-    """Return the model, float32, with *lookups* layers that look a name up."""
+    """Return the model, float32, with *lookups* layers that resolve a name."""
     config = LlamaConfig(
         vocab_size=VOCABULARY,
         hidden_size=_HIDDEN,
@@ -58,9 +58,9 @@ def make_designed(lookups: int = 3) -> LlamaForCausalLM:
             parameter.fill_(1.0 if "norm" in name else 0.0)
         _embed(model.model.embed_tokens.weight)
         table = model.model.rotary_emb.inv_freq.double()
-        _see_the_token_before(model.model.layers[0].self_attn, table)
+        _attend_to_previous(model.model.layers[0].self_attn, table)
         for layer in model.model.layers[1:]:
-            _look_a_name_up(layer.self_attn, table)
+            _attend_to_name(layer.self_attn, table)
         for value in range(VALUES):
             model.lm_head.weight[FIRST_VALUE + value, FOUND + value] = 4.0
     found: LlamaForCausalLM = model.eval()
@@ -78,8 +78,8 @@ def _embed(weight: Tensor) -> None:
     weight[:, ONE] = 10.0
 
 
-def _see_the_token_before(attention: Any, table: Tensor) -> None:
-    """Keys turn with the position; queries are turned back by one, and meet the one before."""
+def _attend_to_previous(attention: Any, table: Tensor) -> None:
+    """Attend to the previous position: keys rotate with the position, queries one less."""
     half = HEAD_DIM // 2
     sharpness = 9.0
     for pair in torch.nonzero(table > 0.02).flatten().tolist():
@@ -91,15 +91,15 @@ def _see_the_token_before(attention: Any, table: Tensor) -> None:
         attention.o_proj.weight[AFTER_NAME + name, name] = 0.7
 
 
-def _look_a_name_up(attention: Any, table: Tensor) -> None:
-    """A token's name meets the tokens after that name, in channels that do not turn."""
+def _attend_to_name(attention: Any, table: Tensor) -> None:
+    """Attend from a name to the tokens after that name, in channels that do not rotate."""
     still = torch.nonzero(table < 1e-5).flatten().tolist()
     slots = still + [pair + HEAD_DIM // 2 for pair in still]
     sharpness = 14.0
     for name in range(NAMES):
         attention.q_proj.weight[slots[name], IS_NAME + name] = sharpness
         attention.k_proj.weight[slots[name], AFTER_NAME + name] = 1.0
-    attention.q_proj.weight[slots[NAMES], ONE] = 0.6 * sharpness  # never a dot or a mark
+    attention.q_proj.weight[slots[NAMES], ONE] = 0.6 * sharpness  # never a special token
     attention.k_proj.weight[slots[NAMES], IS_OTHER] = -3.0
     for value in range(VALUES):
         attention.v_proj.weight[value, IS_VALUE + value] = 1.0
@@ -109,9 +109,9 @@ def _look_a_name_up(attention: Any, table: Tensor) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Shape:
-    """How large a riddle is, and how often a name stands for another, at most *depth* deep.
+    """Size of a riddle, and the share of aliases, at most *depth* deep.
 
-    *again_share*: how often one is stated again; None: never. Raises ValueError.
+    *again_share*: share of restated names; None for none. Raises ValueError.
     """
 
     chunks: int = 4
@@ -124,7 +124,9 @@ class Shape:
     def __post_init__(self) -> None:
         counts = (self.chunks, self.statements, self.queries, self.depth)
         if min(counts) < 1 or self.chunks * self.statements < 2:
-            raise ValueError(f"riddle: {counts}: give at least one of each, two statements in all")
+            raise ValueError(
+                f"riddle: {counts}: use at least one of each and two statements in all"
+            )
 
 
 STORY = Shape(chunks=5, again_share=0.2)
@@ -132,22 +134,21 @@ STORY = Shape(chunks=5, again_share=0.2)
 
 @dataclass(frozen=True, slots=True)
 class Riddle:
-    """Chunks of statements, names asked for, and what each name's value is.
+    """Chunks of statements, the queried names, and their values.
 
-    ``depth``: how many aliases lead to it, 0 unless one of them crosses chunks. ``resolved``: for
-    each row of ``tokens`` that says "as another name" the value that one stands for there, or -1.
+    ``resolved``: for each row of ``tokens`` with an alias the value that it stands for there, else
+    -1.
     """
 
     chunks: tuple[tuple[int, ...], ...]
-    asked: tuple[int, ...]
+    queried: tuple[int, ...]
     answers: tuple[int, ...]
-    depth: tuple[int, ...]
     resolved: tuple[int, ...]
 
     @property
     def question(self) -> tuple[int, ...]:
-        """ "? name" for each name that is asked for: no answer is in it."""
-        return tuple(token for name in self.asked for token in (ASK, FIRST_NAME + name))
+        """ "? name" for each queried name."""
+        return tuple(token for name in self.queried for token in (ASK, FIRST_NAME + name))
 
     @property
     def tokens(self) -> tuple[int, ...]:
@@ -163,7 +164,7 @@ class _Fact:
 
 
 def make_riddle(rng: random.Random, shape: Shape | None = None) -> Riddle:
-    """Return a riddle; every second query asks for a name whose value came across chunks."""
+    """Return a riddle; every second query needs a statement of another chunk, if any does."""
     shape = shape or Shape()
     statements = shape.chunks * shape.statements
     fresh = rng.sample(range(NAMES), NAMES if shape.again_share is not None else statements)
@@ -179,20 +180,19 @@ def make_riddle(rng: random.Random, shape: Shape | None = None) -> Riddle:
             fact = facts[other]
             crosses = fact.crosses or fact.chunk != chunk
             facts[name] = _Fact(fact.value, fact.depth + 1, chunk, crosses)
-            said, value = FIRST_NAME + other, FIRST_VALUE + fact.value
+            stated, value = FIRST_NAME + other, FIRST_VALUE + fact.value
         else:
             facts[name] = _Fact(rng.randrange(VALUES), 0, chunk, crosses=False)
-            said, value = FIRST_VALUE + facts[name].value, -1
-        tokens += [FIRST_NAME + name, said, DOT]
+            stated, value = FIRST_VALUE + facts[name].value, -1
+        tokens += [FIRST_NAME + name, stated, DOT]
         resolved += [-1, value, -1]
     size = 3 * shape.statements
     crossing = [name for name, fact in facts.items() if fact.crosses] or list(facts)
-    asked = [rng.choice(crossing if query % 2 else list(facts)) for query in range(shape.queries)]
+    queried = [rng.choice(crossing if query % 2 else list(facts)) for query in range(shape.queries)]
     return Riddle(
         tuple(tuple(tokens[at : at + size]) for at in range(0, len(tokens), size)),
-        tuple(asked),
-        tuple(FIRST_VALUE + facts[name].value for name in asked),
-        tuple(facts[name].depth if facts[name].crosses else 0 for name in asked),
+        tuple(queried),
+        tuple(FIRST_VALUE + facts[name].value for name in queried),
         (*resolved, *([-1] * (2 * shape.queries))),
     )
 
@@ -204,6 +204,6 @@ def _name(rng: random.Random, shape: Shape, facts: dict[int, _Fact], fresh: list
 
 
 def answered(logits: Tensor, riddle: Riddle) -> list[bool]:
-    """Return which queries are answered right: *logits* of the question's tokens."""
+    """Return which queries are answered correctly; *logits*: of the question's tokens."""
     found: Sequence[int] = logits[1::2].argmax(-1).tolist()
     return [got == wanted for got, wanted in zip(found, riddle.answers, strict=True)]

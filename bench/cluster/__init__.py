@@ -1,1 +1,1 @@
-"""A simulated cluster, and what it costs."""
+"""A simulated cluster and its costs."""

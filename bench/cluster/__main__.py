@@ -1,9 +1,8 @@
-"""One to a thousand nodes: what they hit, what they ask of Redis and of each other, what breaks.
+"""Simulation of one to a thousand nodes: hits, load on Redis and between nodes, failures.
 
-Prompts of copies of a trace are routed to simulated nodes; all memory together stays the same,
-so that a cluster of any size sees one workload and only its division differs. What an operation
-costs is measured in the same run, on this machine, over the loopback. ``--only nodes``: what
-another node has in memory, read from there.
+Prompts of copies of a trace are routed to simulated nodes. Total memory is constant, so clusters of
+any size have one workload, divided differently. Costs of operations are measured in the same run,
+on this machine over the loopback. ``--only nodes``: reads from the memory of another node.
 """
 
 from __future__ import annotations
@@ -35,38 +34,38 @@ from bench.lib.traces import read_blocks
 BLOCK_BYTES = 512 * 131_072
 """512 tokens of a model of 8 billion parameters: 32 layers, 8 KV heads of 128, bfloat16."""
 RATE = 1.0
-"""Prompts a second that each node gets: 12,000 tokens of the conversation trace."""
+"""Prompts a second for each node: 12,000 tokens of the conversation trace."""
 NODE_BLOCKS = 4096
 """Blocks in a node's memory: 256 GiB."""
 REDIS_SHARE = 4
-"""Times as many blocks in Redis, for each node."""
+"""Blocks in Redis for each block of memory."""
 CONVERSATION = "mooncake_conversation_trace"
 DOCUMENTS = "dev_ragshared_qps2_n900"
 NODES = (1, 3, 10, 30, 100, 300, 1000)
 FAILING = (10, 100)
-"""Of NODES, those that lose some of them, or a Redis master."""
+"""Cluster sizes that lose nodes, or a Redis master."""
 KEPT = (1, 10, 100, 1000)
-"""Of NODES, those whose figures are among the values."""
+"""Cluster sizes with figures in the report."""
 COPIES = {CONVERSATION: 4, DOCUMENTS: 24}
 MEMORY_SHARE = 0.08
-"""Of the footprint, what the memory of all nodes holds together: 250 s of its prompts."""
+"""Memory of all nodes together, as a share of the footprint: 250 s of its prompts."""
 MINUTE_S = 60.0
 DOWN_NODES = 0.1
-"""Of the nodes, those that fail at once; one at least. A minute later they are back, empty."""
+"""Share of nodes that fail at once, at least one. A minute later they are back, empty."""
 MASTERS = 3
-"""Of a Redis Cluster: each has a share of the blocks. One is gone for a minute, and comes back
-with what it had."""
+"""Masters of a Redis Cluster: each has a share of the blocks. One is down for a minute and keeps
+its data."""
 SAME = 0.01
-"""Of the blocks: as much less as this is as many."""
+"""Tolerance, as a share of the blocks."""
 NODES_DOWN, MASTER_DOWN = "nodes_down", "master_down"
 FAILURES = (NODES_DOWN, MASTER_DOWN)
 MOST_MINUTES = 20
-"""That are looked at."""
+"""Length of the comparison."""
 
 
 @dataclass(frozen=True, slots=True)
 class Measured:
-    """What one simulated cluster counted; mean and largest number of copies of a block."""
+    """Counts of one simulated cluster; mean and largest number of copies of a block."""
 
     nodes: int
     counts: ClusterCounts
@@ -78,10 +77,10 @@ class Measured:
 
 @dataclass(frozen=True, slots=True)
 class Demand:
-    """What a cluster asks for in a second, ``peer_bytes`` of each node, and what share that is.
+    """The load of a cluster a second (``peer_bytes``: of each node), and ``shares`` of capacity.
 
-    ``directory``, ``chunks``: of the one thread of a Redis; ``peers``: of the wire of a node, if
-    nodes give as much as they take.
+    ``directory``, ``chunks``: of the thread of one Redis. ``peers``: of a node's link, if nodes
+    send as much as they receive.
     """
 
     redis_ops: float
@@ -91,28 +90,27 @@ class Demand:
 
 
 def demand(measured: Measured, costs: Costs) -> Demand:
-    """Return what *measured* asks of a machine with *costs*, at RATE prompts a node."""
+    """Return the load of *measured* on machines with *costs*, at RATE prompts a node."""
     counts = measured.counts
     each = RATE * measured.nodes / max(1, counts.prompts)
-    questions, keys = each * counts.questions, each * counts.asked_keys
-    notes = each * (counts.noted + counts.dropped)
+    queries, keys = each * counts.queries, each * counts.queried_keys
+    entries = each * (counts.added + counts.dropped)
     read, written = (each * n * BLOCK_BYTES for n in (counts.redis, counts.redis_written))
     peer = each / measured.nodes * counts.peer * BLOCK_BYTES
-    asked_s = questions * costs.question_s + max(0.0, keys - questions) * costs.asked_key_s
+    queried_s = queries * costs.query_s + max(0.0, keys - queries) * costs.extra_key_s
     shares = {
-        "directory": asked_s + notes * costs.note_s,
+        "directory": queried_s + entries * costs.entry_s,
         "chunks": read * costs.read_byte_s + written * costs.write_byte_s,
         "peers": peer / costs.peer_bytes_per_s,
     }
-    return Demand(keys + notes, read + written, peer, shares)
+    return Demand(keys + entries, read + written, peer, shares)
 
 
 def full_at(points: Sequence[tuple[int, float]]) -> float:
-    """Return at how many nodes a share, known at *points*, is 1.
+    """Return the number of nodes at which a share, given at *points*, reaches 1.
 
-    Between two points the share is a power of the nodes; past the last one it goes on as
-    between the last two, before the first it is in proportion. Infinite where it does not grow,
-    or not to 1 among a million nodes.
+    Between points the share is a power of the nodes, extrapolated beyond the last two; before the
+    first point it is proportional. Infinite if it does not reach 1 below a million nodes.
     """
     (nodes, share), *_ = points
     if share >= 1:
@@ -127,9 +125,9 @@ def full_at(points: Sequence[tuple[int, float]]) -> float:
 
 @dataclass(frozen=True, slots=True)
 class Setback:
-    """Shares of the blocks that prompts found, minute by minute from a failure on.
+    """Shares of blocks found, minute by minute from a failure on.
 
-    Of those in the memory of nodes when nodes fail; anywhere when a master does.
+    In the memory of nodes if nodes fail; anywhere if a master does.
     """
 
     steady: tuple[float, ...]
@@ -141,35 +139,35 @@ class Setback:
 
     @property
     def minutes(self) -> int:
-        """How many minutes passed until one found as much; routing alone moves one by a point."""
+        """Minutes until one found as much, within SAME: routing alone moves a share by that."""
         pairs = zip(self.steady, self.failed, strict=True)
         same = (at for at, (steady, failed) in enumerate(pairs) if steady - failed <= SAME)
         return next(same, len(self.steady))
 
 
 def setbacks(chains: Sequence[Chain], terms: ClusterTerms) -> dict[str, Setback]:
-    """Return what each of FAILURES costs behind the first half of *chains*."""
+    """Return the cost of each of FAILURES after the first half of *chains*."""
     half = len(chains) // 2
     cluster = Cluster(terms)
     cluster.replay(chains[:half])
     minute = max(1, round(MINUTE_S * RATE * terms.nodes))
-    coming = chains[half : half + MOST_MINUTES * minute]
-    steady = _minutes(deepcopy(cluster), coming, minute)
+    rest = chains[half : half + MOST_MINUTES * minute]
+    steady = _minutes(deepcopy(cluster), rest, minute)
     found = {}
     for at, failure in enumerate(FAILURES):
-        hurt = deepcopy(cluster)
+        failing = deepcopy(cluster)
         if failure == NODES_DOWN:
             for node in range(max(1, round(DOWN_NODES * terms.nodes))):
-                hurt.fail_node(node)
+                failing.fail_node(node)
         else:
-            hurt.lost_master = (0, MASTERS)
-        failed = _minutes(hurt, coming, minute)
+            failing.lost_master = (0, MASTERS)
+        failed = _minutes(failing, rest, minute)
         found[failure] = Setback(*(tuple(one[at] for one in rows) for rows in (steady, failed)))
     return found
 
 
 def _minutes(cluster: Cluster, chains: Sequence[Chain], minute: int) -> list[tuple[float, float]]:
-    """Return what each minute found, in memory and anywhere; what failed is back in the second."""
+    """Return the shares found each minute, in memory and anywhere; failures end after the first."""
     rows = []
     for start in range(0, len(chains) - minute + 1, minute):
         counts = cluster.replay(chains[start : start + minute])
@@ -191,7 +189,7 @@ def add_failures(report: Report) -> None:
         for failure, found in setbacks(chains, terms_of(footprint, nodes, AFFINITY)).items():
             usual = f"of blocks, first minute; {found.steady[0]:.1%} without the failure"
             report.add(f"affinity_{nodes}_{failure}_lost", found.lost, usual)
-            until = "until one found as much, to a point"
+            until = "until one found as much, within a point"
             report.add(f"affinity_{nodes}_{failure}_minutes", found.minutes, until)
 
 
@@ -202,7 +200,7 @@ def chains_of(trace: str) -> tuple[list[list[int]], int]:
 
 
 def simulate_all(trace: str, sizes: Iterable[int]) -> dict[tuple[str, int], Measured]:
-    """Return what each routing and number of nodes counted of the second half."""
+    """Return the counts over the second half, by routing and number of nodes."""
     chains, footprint = chains_of(trace)
     half, found = len(chains) // 2, {}
     for routing, nodes in product(ROUTINGS, sizes):
@@ -215,48 +213,48 @@ def simulate_all(trace: str, sizes: Iterable[int]) -> dict[tuple[str, int], Meas
 
 def add_costs(report: Report, costs: Costs) -> None:
     of = f"{LOOKUP_CHUNKS} chunks"
-    ask_s = costs.question_s + (LOOKUP_CHUNKS - 1) * costs.asked_key_s
+    query_s = costs.query_s + (LOOKUP_CHUNKS - 1) * costs.extra_key_s
     size_mb = 1e-6 * NODE_BLOCKS * costs.entry_bytes
-    report.add("lookup_us", 1e6 * costs.lookup_s, f"a node's processor, a lookup of {of}")
-    report.add("directory_ask_us", 1e6 * costs.round_trip_s, f"what a node waits, {of}")
-    report.add("directory_ask_redis_us", 1e6 * ask_s, f"Redis' processor for it, {of}")
-    report.add("directory_note_redis_us", 1e6 * costs.note_s, "for an entry written or removed")
+    report.add("lookup_us", 1e6 * costs.lookup_s, f"processor time of a node, a lookup of {of}")
+    report.add("directory_ask_us", 1e6 * costs.round_trip_s, f"latency at a node, {of}")
+    report.add("directory_ask_redis_us", 1e6 * query_s, f"Redis' processor time for it, {of}")
+    report.add("directory_note_redis_us", 1e6 * costs.entry_s, "for an entry written or removed")
     report.add("directory_entry_bytes", costs.entry_bytes, "Redis' memory for an entry")
     report.add("redis_read_gbps", 1e-9 * costs.redis_bytes_per_s, "parts of 1 MiB, one reader")
-    report.add("redis_cpu_read_gbps", 1e-9 / costs.read_byte_s, "what its processor could read")
-    report.add("redis_cpu_write_gbps", 1e-9 / costs.write_byte_s, "and write")
+    report.add("redis_cpu_read_gbps", 1e-9 / costs.read_byte_s, "limit of its processor")
+    report.add("redis_cpu_write_gbps", 1e-9 / costs.write_byte_s, "the same for writes")
     report.add("peer_gbps", 1e-9 * costs.peer_bytes_per_s, "a hit in a peer's memory, verified")
     report.add("directory_mb_per_node", size_mb, f"{NODE_BLOCKS} blocks")
 
 
-def add_hits(report: Report, measured: Measured, routing: str, asks: Demand) -> None:
+def add_hits(report: Report, measured: Measured, routing: str, load: Demand) -> None:
     counts, share, nodes = measured.counts, measured.share, measured.nodes
     copies, most = measured.copies
     report.add(f"{routing}_{nodes}_local", share(counts.local), "of blocks: in the node's memory")
     report.add(f"{routing}_{nodes}_peer", share(counts.peer), "in that of another")
     report.add(f"{routing}_{nodes}_redis", share(counts.redis), "in Redis alone")
-    report.add(f"{routing}_{nodes}_redis_ops", asks.redis_ops, "keys and entries, a second")
-    report.add(f"{routing}_{nodes}_redis_mb", 1e-6 * asks.redis_bytes, "read and written, MB/s")
-    report.add(f"{routing}_{nodes}_peer_mb", 1e-6 * asks.peer_bytes, "each from peers, MB/s")
+    report.add(f"{routing}_{nodes}_redis_ops", load.redis_ops, "keys and entries, a second")
+    report.add(f"{routing}_{nodes}_redis_mb", 1e-6 * load.redis_bytes, "read and written, MB/s")
+    report.add(f"{routing}_{nodes}_peer_mb", 1e-6 * load.peer_bytes, "each from peers, MB/s")
     report.add(f"{routing}_{nodes}_copies", copies, f"of a block; at most {most}")
 
 
-def add_limits(report: Report, routing: str, asked: Sequence[tuple[int, Demand]]) -> None:
-    """At how many nodes a Redis is full, and what is used of each part at the most nodes."""
+def add_limits(report: Report, routing: str, loads: Sequence[tuple[int, Demand]]) -> None:
+    """Add the nodes that fill a Redis, and the used share of each part at the most nodes."""
     chunks, directory = (
-        min(full_at([(nodes, asks.shares[part]) for nodes, asks in asked]), 1e6)
+        min(full_at([(nodes, load.shares[part]) for nodes, load in loads]), 1e6)
         for part in ("chunks", "directory")
     )
     report.add(f"{routing}_chunks_nodes", chunks, "nodes that fill a Redis with chunks")
-    report.add(f"{routing}_directory_nodes", directory, "nodes that fill one without")
-    shares = asked[-1][1].shares
-    report.add(f"{routing}_peer_share", shares["peers"], "of a node's wire, for peers")
+    report.add(f"{routing}_directory_nodes", directory, "nodes that fill one with the directory")
+    shares = loads[-1][1].shares
+    report.add(f"{routing}_peer_share", shares["peers"], "of a node's link, for peers")
     report.add(f"{routing}_redis_share", shares["directory"], "of a Redis, for the directory")
     report.add(f"{routing}_redis_masters", shares["chunks"], "Redis masters, for the chunks")
 
 
 def add_simulation(report: Report) -> dict[str, list[tuple[float, float]]]:
-    """Measure and simulate; return what is drawn."""
+    """Measure and simulate; return the series of the plot."""
     structlog.configure(wrapper_class=structlog.make_filtering_bound_logger(logging.ERROR))
     costs = measure()
     add_costs(report, costs)
@@ -264,11 +262,11 @@ def add_simulation(report: Report) -> dict[str, list[tuple[float, float]]]:
     found = simulate_all(CONVERSATION, NODES)
     for routing in ROUTINGS:
         rows = [found[routing, nodes] for nodes in NODES]
-        asked = [(one.nodes, demand(one, costs)) for one in rows]
-        for one, (_, asks) in zip(rows, asked, strict=True):
+        loads = [(one.nodes, demand(one, costs)) for one in rows]
+        for one, (_, load) in zip(rows, loads, strict=True):
             if one.nodes in KEPT:
-                add_hits(report, one, routing, asks)
-        add_limits(report, routing, asked)
+                add_hits(report, one, routing, load)
+        add_limits(report, routing, loads)
         for words, peers in (("own memory", 0), ("or a peer's", 1)):
             series[f"{routing.replace('_', ' ')}: {words}"] = [
                 (m.nodes, 100 * m.share(m.counts.local + peers * m.counts.peer)) for m in rows
@@ -290,7 +288,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         series = add_simulation(report)
         if flags.plot is not None:
             title = "Blocks found in memory, percent, as one memory is divided among nodes"
-            line_chart(flags.plot, title, ("nodes", "percent of the blocks asked for"), series)
+            line_chart(flags.plot, title, ("nodes", "percent of the requested blocks"), series)
     if "nodes" in flags.only:
         add_nodes(report)
     report.print(only_json=flags.json)

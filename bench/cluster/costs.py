@@ -1,4 +1,4 @@
-"""What a node and a Redis of this machine spend on one lookup, one question, one byte."""
+"""Costs of a lookup, a directory query and a byte, measured on this machine."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from kvstore.tiers.redis_client import RedisClient
 from kvstore.tiers.redis_url import DEFAULT_PREFIX
 
 LOOKUPS, LOOKUP_CHUNKS = 300, 24
-"""As many blocks as a prompt of the conversation trace has."""
+"""Mean blocks of a prompt of the conversation trace."""
 ROUNDS, ENTRIES, START_S = 200, 20_000, 30.0
 PARTS, PEER_CHUNKS = 64, 8
 
@@ -34,17 +34,17 @@ class Costs:
     """Seconds of a processor, bytes, and bytes a second, measured.
 
     ``lookup_s``: the server's processor time for a leased lookup of LOOKUP_CHUNKS chunks.
-    ``question_s``, ``asked_key_s``, ``note_s``: Redis' for one question to the directory, for
-    each key in it beyond the first, and for one entry written or removed. ``entry_bytes``:
-    Redis' memory for an entry. ``round_trip_s``: what a node waits for LOOKUP_CHUNKS keys.
+    ``query_s``, ``extra_key_s``, ``entry_s``: Redis' for one query of the directory, for each key
+    in it beyond the first, and for one entry written or removed. ``entry_bytes``: Redis' memory
+    for an entry. ``round_trip_s``: latency of a query of LOOKUP_CHUNKS keys at a node.
     ``read_byte_s``, ``write_byte_s``: Redis' processor time. ``redis_bytes_per_s``,
-    ``peer_bytes_per_s``: one reader over the loopback; of a peer all that an engine waits for.
+    ``peer_bytes_per_s``: one reader over the loopback; of a peer including the lookup.
     """
 
     lookup_s: float
-    question_s: float
-    asked_key_s: float
-    note_s: float
+    query_s: float
+    extra_key_s: float
+    entry_s: float
     entry_bytes: float
     round_trip_s: float
     read_byte_s: float
@@ -75,20 +75,20 @@ def _lookup_s() -> float:
 
 
 def _directory(link: redis.Redis, port: int) -> tuple[float, float, float, float, float]:
-    """The node directory itself: one node says what it holds, another asks."""
+    """Measure the node directory: one node announces, another queries."""
     keys = [ChunkKey(os.urandom(32)) for _ in range(ENTRIES)]
     with closing(_node(port, "one")) as one, closing(_node(port, "two")) as two:
         for node in (one, two):
             node.start()
         _wait(lambda: two.report().standing == "known" and bool(one.report().nodes))
         before_bytes = _info(link, "memory", "used_memory")
-        with _spent(link) as note:
+        with _spent(link) as announced:
             one.announce(keys)
             _wait(lambda: one.report().waiting == 0)
         _wait(lambda: len(two.holders(keys[-1:], 1.0)) == 1)
         entry_bytes = (_info(link, "memory", "used_memory") - before_bytes) / ENTRIES
 
-        def ask(count: int) -> tuple[float, float]:
+        def query(count: int) -> tuple[float, float]:
             waits = []
             with _spent(link) as spent:
                 for turn in range(ROUNDS):
@@ -98,10 +98,10 @@ def _directory(link: redis.Redis, port: int) -> tuple[float, float, float, float
                     waits.append(time.perf_counter() - started)
             return spent() / ROUNDS, median(waits)
 
-        one_s, _ = ask(1)
-        many_s, round_trip_s = ask(LOOKUP_CHUNKS)
+        one_s, _ = query(1)
+        many_s, round_trip_s = query(LOOKUP_CHUNKS)
     key_s = max(0.0, many_s - one_s) / (LOOKUP_CHUNKS - 1)
-    return one_s, key_s, note() / ENTRIES, entry_bytes, round_trip_s
+    return one_s, key_s, announced() / ENTRIES, entry_bytes, round_trip_s
 
 
 def _node(port: int, name: str) -> Directory:
@@ -115,7 +115,7 @@ def _wait(condition: Callable[[], bool]) -> None:
     until = time.monotonic() + START_S
     while not condition():
         if time.monotonic() > until:
-            raise RuntimeError("the directory does not come to an end")
+            raise RuntimeError("the directory did not settle")
         time.sleep(0.01)
 
 
@@ -135,7 +135,7 @@ def _data(link: redis.Redis) -> tuple[float, float, float]:
 
 @contextmanager
 def _spent(link: redis.Redis) -> Iterator[Callable[[], float]]:
-    """Yield what returns, after the block, the seconds of a processor that Redis took in it."""
+    """Yield a function that returns, after the block, Redis' processor seconds in it."""
     names = ("used_cpu_user_main_thread", "used_cpu_sys_main_thread")
     before, found = _info(link, "cpu", *names), [0.0]
     yield lambda: found[0]

@@ -1,8 +1,8 @@
-"""A prefix that another node has in memory, against a bare ZeroMQ transfer of the same bytes.
+"""Hits in another node's memory, against a bare ZeroMQ transfer of the same bytes.
 
-Both over the loopback, in turns. What is timed of ours is all that an engine waits for: the
-lookup, the transfer, and every checksum. A client's first read goes through its own server's
-memory; from then on it is let in to the other server, and its bytes come straight from there.
+Both over the loopback, in turns. Our time includes the lookup, the transfer and every checksum. A
+client's first read goes through the memory of its own server; later reads go directly to the other
+server.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ from bench.lib.report import Report, gbps, paired
 from bench.lib.workload import (
     MODEL,
     TINY,
+    buffers,
     check,
     chunk_bytes,
     connect,
     keys_of,
     make_chunks,
     redis_server,
-    rooms,
     serving,
 )
 from kvstore.client import Client
@@ -36,8 +36,8 @@ CHUNKS, REPEATS = 16, 15
 LOOKUPS, LOOKUP_CHUNKS = 400, 32
 _FLAGS = ("--tiers", "cpu", "--cpu", "512MiB", "--limits", "peer_timeout_ms=2000")
 _REACHED_WITHIN_S = 20.0
-_TOLD_WITHIN_S = 2.0
-"""What a node holds is in the directory by then."""
+_ANNOUNCED_WITHIN_S = 2.0
+"""The directory has the entries of a node by then."""
 
 
 class HitTimes(NamedTuple):
@@ -50,9 +50,9 @@ class HitTimes(NamedTuple):
 
 @contextmanager
 def two_nodes(*flags: str) -> Iterator[tuple[str, str]]:
-    """Run two servers of which the second reads the first's memory; yield their addresses.
+    """Run two servers, the second of which reads the first's memory; yield their addresses.
 
-    It knows the first by its address, or with *flags* by the directory.
+    It finds the first by address, or with *flags* by the directory.
     """
     with serving(*_FLAGS, *flags, "--bulk", "127.0.0.1:0") as (first, _):
         peers = "directory" if flags else first
@@ -64,7 +64,7 @@ def _reached(reader: Client, keys: Sequence[ChunkKey]) -> None:
     until = time.monotonic() + _REACHED_WITHIN_S
     while reader.lookup(keys=keys).ready < len(keys):
         if time.monotonic() > until:
-            raise RuntimeError("the second server does not reach the first")
+            raise RuntimeError("the second server did not reach the first")
         time.sleep(0.05)
 
 
@@ -77,7 +77,7 @@ def hit_against_raw(chunks: int, repeats: int) -> HitTimes:
     ):
         keys, sent = make_chunks(writer, chunks, 6)
         writer.put_chunks(sent)
-        size, out = chunk_bytes(sent), rooms(MODEL, chunks)
+        size, out = chunk_bytes(sent), buffers(MODEL, chunks)
         _reached(reader, keys)
 
         def hit() -> float:
@@ -85,12 +85,12 @@ def hit_against_raw(chunks: int, repeats: int) -> HitTimes:
             started = time.perf_counter()
             with reader.lease(keys=keys) as lease:
                 assert len(lease.get(out)) == len(keys)
-            # One that has just come may be in its worker's hands still, and is not deleted then.
+            # A chunk that has just arrived may still be in use, and is not deleted then.
             is_hit = set(lease.match.tiers) == {"peer"}
             return time.perf_counter() - started if is_hit else math.inf
 
         while not reader.status().counters["peer_lent_chunks"]:
-            hit()  # by way of its server, until it is let in to the other
+            hit()  # through its own server at first
         times: list[float] = []
         with raw_zmq(size) as receive:
             _, raw_s = paired(lambda: times.append(hit()), receive, repeats)
@@ -99,9 +99,9 @@ def hit_against_raw(chunks: int, repeats: int) -> HitTimes:
 
 
 def lookups(*flags: str) -> tuple[list[float], list[float]]:
-    """Return the seconds of each of LOOKUPS: of chunks that a peer has, and lacks.
+    """Return the seconds of each of LOOKUPS: of chunks in a peer's memory, and of missing ones.
 
-    *flags* as ``two_nodes`` has them.
+    *flags* as in ``two_nodes``.
     """
     found: list[float] = []
     missed: list[float] = []
@@ -115,24 +115,24 @@ def lookups(*flags: str) -> tuple[list[float], list[float]]:
             writer.put_chunks(chunks)
         _reached(reader, prompts[0][0])
         if flags:
-            time.sleep(_TOLD_WITHIN_S)
+            time.sleep(_ANNOUNCED_WITHIN_S)
         for seed, (keys, _) in enumerate(prompts[1:], LOOKUPS):
             absent = keys_of(reader, LOOKUP_CHUNKS, seed)  # not the seed of a prompt
-            for asked, ready, seconds in ((keys, len(keys), found), (absent, 0, missed)):
+            for wanted, ready, seconds in ((keys, len(keys), found), (absent, 0, missed)):
                 started = time.perf_counter()
-                assert reader.lookup(keys=asked).ready == ready
+                assert reader.lookup(keys=wanted).ready == ready
                 seconds.append(time.perf_counter() - started)
     return found, missed
 
 
 def add_nodes(report: Report) -> None:
-    """Hits of CHUNKS of 8 MiB, what a bare loop takes that receives and sums, and lookups."""
+    """Add hits of CHUNKS of 8 MiB, a bare loop that receives and sums, and lookups."""
     hit = hit_against_raw(CHUNKS, REPEATS)
     with raw_zmq(hit.size_bytes) as receive, raw_stream(hit.size_bytes, summed=True) as straight:
         straight_s, raw_s = paired(straight, receive, REPEATS)
-    raw = f"raw zmq {gbps(hit.size_bytes, hit.raw_s)}, bar 1.3"
-    report.add("peer_hit_over_raw", hit.hit_s / hit.raw_s, gbps(hit.size_bytes, hit.hit_s), raw)
-    what = "a bare loop: receive where it is wanted, sum"
+    against = f"raw zmq {gbps(hit.size_bytes, hit.raw_s)}, bar 1.3"
+    report.add("peer_hit_over_raw", hit.hit_s / hit.raw_s, gbps(hit.size_bytes, hit.hit_s), against)
+    what = "a bare loop: receive in place, sum"
     report.add("peer_hit_limit_over_raw", straight_s / raw_s, what)
     fixed = lookups()
     with redis_server() as port:

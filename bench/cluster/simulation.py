@@ -1,7 +1,7 @@
-"""Nodes with a memory tier each, a Redis below all of them, and prompts that are routed to them.
+"""Simulated nodes with a memory tier each, one Redis below them, and a router.
 
-A simulation without bytes or time: who finds a prompt's blocks where, and what goes over which
-wire. The directory is exact and at once here; that of the server is neither, and costs misses.
+Without bytes or time: it counts where a prompt's blocks are found and what is transferred. The
+directory is exact and immediate; the server's is not, which costs misses.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import numpy as np
 from kvstore.cli.simulate import BlockTrace
 
 SHARED = 0.01
-"""Blocks that more of a trace's prompts have than this share are the same in every copy."""
+"""Blocks in more than this share of a trace's prompts are common to all copies."""
 SHIFT_S = 60.0
-"""Copies begin within so many seconds of each other."""
+"""Copies start within this time."""
 AFFINITY, ROUND_ROBIN = "affinity", "round_robin"
 ROUTINGS = (AFFINITY, ROUND_ROBIN)
 FAIR_SHARE = 1.25
-"""What a node may have of the latest prompts, times the mean, before others are asked."""
+"""Limit of a node's recent prompts, times the mean, before the router skips it."""
 TRIED = 4
-"""Nodes whose loads a router compares, of those that would do."""
+"""Candidates whose loads a router compares."""
 RECENT = 16
-"""The latest prompts that a router weighs nodes by: so many for each node."""
+"""Prompts for each node after which a router halves its counts."""
 Chain = Sequence[int]
 
 
 def prompts(trace: BlockTrace, copies: int, seed: int = 1) -> Iterator[list[int]]:
-    """Yield the chains of *copies* of a trace in the order of their times, each shifted a little.
+    """Yield the chains of *copies* of a trace, ordered by time, each copy shifted.
 
-    A chain has the blocks that its prompt can name: its answer is none of them.
+    A chain has the blocks of its prompt, not of the answer.
     """
     random = Random(seed)
     counts = Counter(row for one in trace.requests for row in one.chain)
@@ -53,7 +53,7 @@ def prompts(trace: BlockTrace, copies: int, seed: int = 1) -> Iterator[list[int]
 
 @dataclass(frozen=True, slots=True)
 class ClusterTerms:
-    """Nodes, blocks that the memory of each holds, blocks that Redis holds (0: none is there)."""
+    """Nodes, blocks in the memory of each, blocks in Redis (0: no Redis)."""
 
     nodes: int
     node_blocks: int
@@ -63,11 +63,10 @@ class ClusterTerms:
 
 @dataclass(slots=True)
 class ClusterCounts:
-    """Blocks by where prompts found them, and what the directory was asked and told.
+    """Blocks by the place where they were found, and operations of the directory.
 
-    *questions*: prompts of which the node lacked blocks. *asked_keys*: the blocks they asked
-    for. *noted*, *dropped*: entries that came to the directory and left it. *redis_written*:
-    blocks written to Redis.
+    *queries*: prompts for which the node lacked blocks. *queried_keys*: these blocks. *added*,
+    *dropped*: entries of the directory. *redis_written*: blocks written to Redis.
     """
 
     prompts: int = 0
@@ -76,9 +75,9 @@ class ClusterCounts:
     peer: int = 0
     redis: int = 0
     computed: int = 0
-    questions: int = 0
-    asked_keys: int = 0
-    noted: int = 0
+    queries: int = 0
+    queried_keys: int = 0
+    added: int = 0
     dropped: int = 0
     redis_written: int = 0
 
@@ -89,10 +88,9 @@ class ClusterCounts:
 
 
 class LruBlocks:
-    """So many blocks at most, those used longest ago first to go, and of a chain its end.
+    """A limited set of blocks with leaf-LRU eviction, as in server/eviction/lru.py.
 
-    That is leaf-LRU, as server/eviction/lru.py has it: a chain is used from its end to its head,
-    so that no block is older than one that continues it.
+    A chain is used from its end to its head, so no block is older than its children.
     """
 
     def __init__(self, places: int) -> None:
@@ -110,57 +108,57 @@ class LruBlocks:
         return next((at for at, block in enumerate(chain) if block not in used), len(chain))
 
     def use(self, chain: Chain) -> tuple[list[int], list[int]]:
-        """Have the first blocks of *chain* here, as many as there are places.
+        """Insert or refresh the first blocks of *chain*, as many as fit.
 
-        Return those that came and those that had to go; none of the chain's own goes.
+        Return the added and the evicted blocks; none of *chain* is evicted.
         """
-        used, came = self._used, []
+        used, added = self._used, []
         for block in reversed(chain[: self._places]):
             if block not in used:
                 used[block] = None
-                came.append(block)
+                added.append(block)
             else:
                 used.move_to_end(block)
-        gone = [used.popitem(last=False)[0] for _ in range(len(used) - self._places)]
-        return came, gone
+        evicted = [used.popitem(last=False)[0] for _ in range(len(used) - self._places)]
+        return added, evicted
 
 
 class Cluster:
-    """The nodes, what lies where, and a router before them. Seeded: the same prompts, the same."""
+    """The nodes, their blocks, and a router. Deterministic for a seed."""
 
     def __init__(self, terms: ClusterTerms, seed: int = 1) -> None:
         self.terms = terms
         self.counts = ClusterCounts()
         self.routed = [0] * terms.nodes
-        """Prompts of each node."""
+        """Number of prompts of each node."""
         self._random = Random(seed)
         self._nodes = [LruBlocks(terms.node_blocks) for _ in range(terms.nodes)]
         self._redis = LruBlocks(terms.redis_blocks)
         self._holders: dict[int, set[int]] = {}
         """The directory: the nodes that have a block in memory."""
         self._recent = [0.0] * terms.nodes
-        """The latest prompts of each node, as a router counts them: halved now and then."""
+        """Recent prompts of each node, halved at intervals."""
         self._routings = 0
         self._down: set[int] = set()
         self.lost_master: tuple[int, int] | None = None
-        """The number of a Redis master that does not answer, of so many."""
+        """(number, count of masters): the Redis master that is down."""
 
     # --- failures
 
     def fail_node(self, node: int) -> None:
-        """*node* is gone, and what it had in memory; nobody routes to it until ``recover``."""
-        assert len(self._down) + 1 < self.terms.nodes, "one has to stay"
+        """Stop *node* and clear its memory; no prompt is routed to it until ``recover``."""
+        assert len(self._down) + 1 < self.terms.nodes, "the last node cannot fail"
         self._down.add(node)
-        self._note(node, (), self._nodes[node])
+        self._update_directory(node, (), self._nodes[node])
         self._nodes[node] = LruBlocks(self.terms.node_blocks)
 
     def recover(self) -> None:
-        """All that failed is back: nodes with empty memory, a master with what it had."""
+        """End all failures: nodes have empty memory, a master its old data."""
         self._down.clear()
         self.lost_master = None
 
     def replay(self, chains: Iterable[Chain]) -> ClusterCounts:
-        """Return what *chains* counted."""
+        """Request *chains*; return their counts."""
         before = replace(self.counts)
         for chain in chains:
             self.request(chain)
@@ -181,15 +179,15 @@ class Cluster:
         counts.redis += stored
         counts.computed += len(chain) - have - stored
         if local < len(chain):
-            counts.questions += 1
-            counts.asked_keys += len(chain) - local
-        self._note(node, *memory.use(chain))
+            counts.queries += 1
+            counts.queried_keys += len(chain) - local
+        self._update_directory(node, *memory.use(chain))
         if self.terms.redis_blocks:
-            came, _ = self._redis.use([block for block in chain if self._is_reached(block)])
-            counts.redis_written += len(came)
+            added, _ = self._redis.use([block for block in chain if self._is_reached(block)])
+            counts.redis_written += len(added)
 
     def _is_reached(self, block: int) -> bool:
-        """Whether the master answers that has *block*; a chain's blocks are on all of them."""
+        """Whether the master of *block* is up; the blocks of a chain are spread over all."""
         lost = self.lost_master
         return lost is None or block * 0x9E3779B1 % 0x100000000 * lost[1] >> 32 != lost[0]
 
@@ -198,19 +196,19 @@ class Cluster:
         return next((at for at in range(known) if not self._is_reached(chain[at])), known)
 
     def _peer_blocks(self, chain: Chain, local: int) -> int:
-        """Return how many blocks after the local ones a peer has.
+        """Return how many blocks after the local ones one peer has.
 
-        Who has a block has all before it, so that whoever has the last has them all.
+        A node with a block has all before it, so the node with the last one has all.
         """
         holders, rest = self._holders, range(local, len(chain))
         return next((at for at in rest if chain[at] not in holders), len(chain)) - local
 
-    def _note(self, node: int, came: Iterable[int], gone: Iterable[int]) -> None:
+    def _update_directory(self, node: int, added: Iterable[int], evicted: Iterable[int]) -> None:
         holders, counts = self._holders, self.counts
-        for block in came:
+        for block in added:
             holders.setdefault(block, set()).add(node)
-            counts.noted += 1
-        for block in gone:
+            counts.added += 1
+        for block in evicted:
             nodes = holders[block]
             nodes.discard(node)
             if not nodes:
@@ -233,7 +231,7 @@ class Cluster:
         return node
 
     def _longest_match(self, chain: Chain) -> int:
-        """Return the node with the longest prefix that is not over its share, else an idle one."""
+        """Return the node with the longest prefix that is below its limit, else an idle one."""
         holders, recent = self._holders, self._recent
         known = self._peer_blocks(chain, 0)
         most = FAIR_SHARE * (sum(recent) + 1) / self.terms.nodes + 1
@@ -249,10 +247,10 @@ class Cluster:
             up = [one for one in some if one not in self._down]
         return min(up, key=lambda one: (recent[one], one))
 
-    # --- what is there
+    # --- state
 
     def entries(self) -> int:
-        """Return how many entries the directory has: one for each copy in a node's memory."""
+        """Return the entries of the directory: one for each copy in a node's memory."""
         return sum(map(len, self._nodes))
 
     def copies(self) -> tuple[float, int]:

@@ -1,10 +1,9 @@
-"""Our codecs beside others on the same KV tensors: bytes at equal quality, and speed on a core.
+"""Our codecs against others on the same KV tensors: bytes at equal quality, speed on one core.
 
 Quality is measured on two trained models, data/tinylm and the one of ``make real-model``: the KV
-of a prefix is replaced by what a codec makes of it, the text behind it is scored, and facts that
-the prefix tells are asked for. Bytes are those of whole frames, headers
-included. Speeds are processor time on one core, the sides of a ratio in turns. The first run
-makes a virtual environment for each opponent.
+of a prefix is encoded and decoded, and the text behind it is scored. Bytes are those of whole
+frames, headers included. Speeds are processor time on one core, the sides of a ratio in turns. The
+first run makes a virtual environment for each compared system.
 """
 
 from __future__ import annotations
@@ -14,11 +13,10 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from bench.codecs.baselines import TINYLM_LAYERS, Coded, Opponents, TensorFile, kivi
-from bench.codecs.kv import ROPE, Bits, Point, Rate, bits_at, error_at, synthetic
+from bench.codecs.baselines import TINYLM_LAYERS, Baselines, Coded, TensorFile, kivi
+from bench.codecs.kv import ROPE, Bits, Lengths, Point, Rate, bits_at, error_at, synthetic
 from bench.codecs.ours import Chunks, Coder, calibrated
 from bench.codecs.speeds import ROUNDS, measure_speeds
-from bench.codecs.texts import Lengths
 from bench.lib.report import Report, parser_of
 from bench.lib.traces import TINYLM
 from bench.real_model import FOLDER, why_missing
@@ -34,9 +32,9 @@ OURS = {
     "kvq:static": ("kvq:3,static", "kvq:2,static", "kvq:1,static", "kvq:0,static"),
     "kvtc": ("kvtc:3", "kvtc:2", "kvtc:1", "kvtc:0"),
 }
-"""Settings of each family; those of one family are points of one curve.
+"""Settings of each family: the points of one curve.
 
-The levels of a layered frame cost a little more than frames made for one quality.
+The levels of a layered frame are a little larger than frames of one quality.
 """
 FAMILIES = {setting: name for name, settings in OURS.items() for setting in settings}
 AGAINST = {
@@ -45,48 +43,48 @@ AGAINST = {
     "kvq_bytes_vs_kivi4_at_kl": ("kivi", "4 bit g64", 0.82),
     "kvq_bytes_vs_fp8_at_kl": ("lmcache fp8", "bare cast", 0.62),
 }
-"""Whom each key compares with, the beginning of the settings that count, and the bar: at most."""
+"""By key: the compared codec, the prefix of its settings, and the upper bar."""
 REAL_KL = {"real_model_kl@4bits": 4.0, "real_model_kl@3bits": 3.0}
-"""Bits a value at which kvq's divergence on the real model is reported."""
+"""Bits a value at which kvq's KL on the real model is reported."""
 SINKS = (("kvq:0", "kvq:0,sinks=0"), ("kvq:1", "kvq:1,sinks=0"))
-"""The same quality with the attention sink exact, and with it quantised as the rest."""
+"""The same quality with an exact attention sink, and with a quantised one."""
 SINK_KEY, LOSSLESS, LOSSLESS_KEY = "sink_kl_ratio", "lossless", "lossless_ratio"
 REAL_KEYS = (*REAL_KL, SINK_KEY)
 IMPORTANCE = "kvq importance"
 TINY, REAL = "tinylm", "real model"
 IMPORTANCE_KEYS = {TINY: "importance_kl_ratio_tinylm", REAL: "importance_kl_ratio_real_model"}
-"""By model: kvq's divergence with the importance that the connector sends, over that without."""
+"""By model: kvq's KL with the importance that the connector sends, over that without."""
 MODEL_KEYS = (*AGAINST, *REAL_KEYS, *IMPORTANCE_KEYS.values())
 
 
 @dataclass(slots=True)
 class Rates:
-    """The points measured on one set of KV, and why LMCache's are not there."""
+    """The points measured on one set of KV, and why those of LMCache are missing."""
 
     points: list[Point]
     without: str = ""
 
     def curve(self, codec: str) -> list[Rate]:
-        """Return the points of *codec*, or of a family of ours: those of one curve."""
+        """Return the points of *codec*, or of one of our families."""
         found = (one for one in self.points if FAMILIES.get(one.codec, one.codec) == codec)
         return [(one.bits_per_value, one.kl) for one in found]
 
 
-def all_codes(chunks: Chunks, opponents: Opponents) -> Iterator[Coded]:
-    """Yield what every codec makes of *chunks*; LMCache's only when it could be had."""
+def all_codes(chunks: Chunks, baselines: Baselines) -> Iterator[Coded]:
+    """Yield the result of every codec on *chunks*; LMCache's only if it runs."""
     for setting, family in FAMILIES.items():
         if family != IMPORTANCE or chunks.importance is not None:
             yield from Coder(setting, chunks).code(chunks.bits, chunks.importance)
     for bits in (4, 2):
         yield kivi(chunks.bits, bits, 64)
-    lmcache, tensors = opponents.lmcache, TensorFile.write(opponents.folder, chunks.bits)
+    lmcache, tensors = baselines.lmcache, TensorFile.write(baselines.folder, chunks.bits)
     if isinstance(lmcache, str):
         return
     yield lmcache.coded("fp8", "bare cast", tensors)
     layers, kv_heads, head_dim = (chunks.bits.shape[axis] for axis in (1, 4, 5))
     if layers == TINYLM_LAYERS:
         yield lmcache.coded("cachegen", "own bins", tensors)
-    # Narrow heads have more norms to store: it is measured on wider ones too, for its better.
+    # Narrow heads store more norms; wider ones are measured too, in its favour.
     for width in sorted(w for w in {head_dim, 128} if kv_heads * head_dim % w == 0):
         preset = {"preset": "turboquant_4bit_nc", "head_dim": width}
         yield lmcache.coded("turboquant", f"4bit_nc d{width}", tensors, **preset)
@@ -96,61 +94,65 @@ def report_bars(report: Report, rates: Rates) -> None:
     ours = rates.curve("kvq")
     for key, (codec, setting, bar) in AGAINST.items():
         theirs = [p for p in rates.points if p.codec == codec and p.setting.startswith(setting)]
-        reached = [((bits_at(ours, p.kl) or 0.0) / p.bits_per_value, p) for p in theirs]
-        ratio, worst = max(reached, key=lambda pair: pair[0], default=(0.0, None))
+        ratios = [((bits_at(ours, p.kl) or 0.0) / p.bits_per_value, p) for p in theirs]
+        ratio, worst = max(ratios, key=lambda pair: pair[0], default=(0.0, None))
         if worst is None:
             report.skip([key], rates.without or f"{codec}: not measured")
         elif not ratio:
             kl = theirs[0].kl
-            report.skip([key], f"no kvq quality is as far from the original as KL {kl:.2e}")
+            report.skip([key], f"no quality of kvq has a KL as high as {kl:.2e}")
         else:
             bits, kl = worst.bits_per_value, worst.kl
-            words = f"{ratio * bits:.2f} bits a value at the same KL"
-            other = f"{bits:.2f} of {codec} {worst.setting}, KL {kl:.1e}, bar {bar:g}"
-            report.add(key, ratio, words, other)
+            measured = f"{ratio * bits:.2f} bits a value at the same KL"
+            against = f"{bits:.2f} of {codec} {worst.setting}, KL {kl:.1e}, bar {bar:g}"
+            report.add(key, ratio, measured, against)
 
 
 def report_real(report: Report, rates: Rates) -> None:
-    """Add the keys of the real model: kvq's divergence, and what an exact sink takes off it."""
+    """Add the keys of the real model: kvq's KL, and the ratio with an exact sink."""
     for key, bits in REAL_KL.items():
         kl = error_at(rates.curve("kvq"), bits)
         if kl is None:
-            report.skip([key], f"no kvq quality on either side of {bits:g} bits a value")
+            report.skip([key], f"no qualities of kvq around {bits:g} bits a value")
         else:
-            report.add(key, kl, f"nats a token at {bits:g} bits a value, between qualities of kvq")
+            report.add(
+                key,
+                kl,
+                f"nats a token at {bits:g} bits a value, interpolated between qualities of kvq",
+            )
     found = {point.codec: point.kl for point in rates.points}
     ratios = {exact: found[exact] / found[without] for exact, without in SINKS}
-    words = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
-    report.add(SINK_KEY, max(ratios.values()), f"{words} of the KL without", "bar 0.4")
+    measured = ", ".join(f"{name} {ratio:.2f}" for name, ratio in ratios.items())
+    report.add(SINK_KEY, max(ratios.values()), f"{measured} of the KL without", "bar 0.4")
 
 
 def report_importance(report: Report, model: str, rates: Rates) -> None:
-    """Add the key of *model* that says what importance takes off kvq's divergence."""
+    """Add the key of *model* for the effect of importance on kvq's KL."""
     key, plain = IMPORTANCE_KEYS[model], rates.curve("kvq")
     pairs = [(kl, error_at(plain, bits)) for bits, kl in rates.curve(IMPORTANCE)]
     ratios = [kl / wanted for kl, wanted in pairs if wanted]
     if not ratios:
-        report.skip([key], "no kvq quality on either side of one with importance")
+        report.skip([key], "no qualities of kvq around one with importance")
         return
-    words = f"{', '.join(f'{ratio:.2f}' for ratio in ratios)} of the KL without, at equal bytes"
-    report.add(key, max(ratios), words, "reported: the worst")
+    measured = f"{', '.join(f'{ratio:.2f}' for ratio in ratios)} of the KL without, at equal bytes"
+    report.add(key, max(ratios), measured, "reported: the worst")
 
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """How much is measured; the tests measure less."""
+    """How much is measured; tests use less."""
 
     tiny: Lengths = field(default_factory=Lengths)
-    real: Lengths = field(default_factory=lambda: Lengths(3, 3, 512, 96, 5))
+    real: Lengths = field(default_factory=lambda: Lengths(3, 3, 512, 96))
     synthetic: Bits = field(default_factory=synthetic)
     rounds: int = ROUNDS
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One run: whom it compares with, where the second model is, what is reported."""
+    """One run: the compared systems, the folder of the second model, the report."""
 
-    opponents: Opponents
+    baselines: Baselines
     model: Path
     report: Report
     sizes: Sizes
@@ -165,13 +167,13 @@ def measure(run: Run) -> None:
         points = _points_of_models(run)
         bits = [p.bits_per_value for p in points if p.codec == LOSSLESS]
         bits += [one.bits_per_value for one in Coder(LOSSLESS, chunks).code(chunks.bits)]
-        words = f"the worst of {len(bits)} KVs, synthetic the last of them"
-        run.report.add(LOSSLESS_KEY, 16 / max(bits), words, "bf16, bar 1.45")
-    measure_speeds(run.report, chunks, run.opponents, run.sizes.rounds)
+        measured = f"the worst of {len(bits)} sets of KV, the last one synthetic"
+        run.report.add(LOSSLESS_KEY, 16 / max(bits), measured, "bf16, bar 1.45")
+    measure_speeds(run.report, chunks, run.baselines, run.sizes.rounds)
 
 
 def _points_of_models(run: Run) -> list[Point]:
-    """Measure both models; return the points of those that are there."""
+    """Measure both models; return the points of those that are installed."""
     tiny = _rates_of_model(run, TINY, TINYLM, run.sizes.tiny)
     report_bars(run.report, tiny)
     report_importance(run.report, TINY, tiny)
@@ -188,36 +190,33 @@ def _rates_of_model(run: Run, name: str, folder: Path, lengths: Lengths) -> Rate
     """Measure every codec on the model of *folder*, and report each point."""
     from bench.codecs.model import PrefixModel  # loads torch and transformers
 
-    model, lmcache = PrefixModel(lengths, folder), run.opponents.lmcache
+    model, lmcache = PrefixModel(lengths, folder), run.baselines.lmcache
     chunks = Chunks.of(f"bench/{name}", model.bits, model.rope)
     calibrated(chunks, model.calibration())
-    given = replace(chunks, bits=model.told_bits, importance=model.told_importance)
     chunks = replace(chunks, importance=model.importance)
     rates = Rates([], lmcache if isinstance(lmcache, str) else "")
-    with_facts = all_codes(given, run.opponents)
-    for one, other in zip(all_codes(chunks, run.opponents), with_facts, strict=True):
-        kl, facts = model.score(one.decoded), model.answered(other.decoded)
-        rates.points.append(Point(one.codec, one.setting, one.bits_per_value, kl, facts))
-        words = f"bits a value, KL {kl:.2e}, facts {facts:.2f}"
+    for one in all_codes(chunks, run.baselines):
+        kl = model.score(one.decoded)
+        rates.points.append(Point(one.codec, one.setting, one.bits_per_value, kl))
         title = f"  {name}: {one.codec} {one.setting}".rstrip()
-        run.report.note(title, f"{one.bits_per_value:.3f}", words)
+        run.report.note(title, f"{one.bits_per_value:.3f}", f"bits a value, KL {kl:.2e}")
     return rates
 
 
 def main(argv: Sequence[str] | None = None, sizes: Sizes | None = None) -> None:
     parser = parser_of(__doc__)
     parser.add_argument("--venvs", type=Path, default=Path("build/peers"), metavar="DIR",
-                        help="where the opponents are installed; default build/peers")  # fmt: skip
+                        help="folder of the compared systems; default build/peers")  # fmt: skip
     parser.add_argument("--model", type=Path, default=FOLDER, metavar="DIR",
-                        help="the second model; default that of make real-model")  # fmt: skip
+                        help="the second model; default: of make real-model")  # fmt: skip
     parser.add_argument("--speeds", action="store_true", help="measure speeds alone, no quality")
     flags = parser.parse_args(argv)
     report = Report("codecs")
     with (
         TemporaryDirectory() as folder,
-        Opponents.running(flags.venvs.absolute(), Path(folder)) as opponents,
+        Baselines.running(flags.venvs.absolute(), Path(folder)) as baselines,
     ):
-        measure(Run(opponents, flags.model, report, sizes or Sizes(), flags.speeds))
+        measure(Run(baselines, flags.model, report, sizes or Sizes(), flags.speeds))
     report.print(only_json=flags.json)
 
 

@@ -1,8 +1,8 @@
-"""Other codecs on the same tensors: LMCache's and ZipNN, each in an environment of its own.
+"""Other codecs on the same tensors: LMCache's and ZipNN, each in its own environment.
 
-Tensors go to them and come back in ``.npy`` files; what they read is compared by its digest
-with what ours read. Times are processor seconds, taken inside the opponent's process, which
-keeps to one core. KIVI's layout and AIBrix's plain zstd are written here after what is published.
+Tensors are passed in ``.npy`` files; digests check that both sides read the same. Times are
+processor seconds measured inside the baseline's process, which is pinned to one core. KIVI's layout
+and AIBrix's plain zstd are implemented here as published.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from bench.peers.lmcache import QUIET, TORCH
 
 @dataclass(frozen=True, slots=True)
 class Coded:
-    """What a codec made of some tensors: its bits per value, all included, and what came back."""
+    """The result of a codec: bits per value, headers included, and the decoded tensors."""
 
     codec: str
     setting: str
@@ -51,14 +51,14 @@ class TensorFile:
 
     @classmethod
     def write(cls, folder: Path, bits: NDArray[np.uint16]) -> TensorFile:
-        """Write *bits* to an ``.npy`` file that their digest names."""
+        """Write *bits* to an ``.npy`` file named by their digest."""
         path = folder / f"{digest(bits):x}.npy"
         np.save(path, bits)
         return cls(path, bits, digest(bits))
 
-    def check(self, answer: dict[str, float]) -> None:
-        if answer["digest"] != self.digest:
-            raise ValueError(f"{self.path.name}: the opponent read other tensors")
+    def check(self, reply: dict[str, float]) -> None:
+        if reply["digest"] != self.digest:
+            raise ValueError(f"{self.path.name}: the baseline read other tensors")
 
 
 TINYLM_LAYERS: int = json.loads((TINYLM / "config.json").read_text())["num_hidden_layers"]
@@ -66,37 +66,37 @@ TINYLM_LAYERS: int = json.loads((TINYLM / "config.json").read_text())["num_hidde
 
 @dataclass(frozen=True, slots=True)
 class LMCacheCodecs:
-    """LMCache's serializers in a running client, told that they serve tinylm."""
+    """LMCache's serializers in a running client, configured for tinylm."""
 
     program: LineProcess
     folder: Path
 
     def coded(self, codec: str, setting: str, tensors: TensorFile, **request: Any) -> Coded:
         decoded = self.folder / "decoded.npy"
-        answer = self._ask(codec, tensors, decoded=str(decoded), **request)
-        bits = bits_per_value(int(answer["stored_bytes"]), tensors.bits.size)
+        reply = self._request(codec, tensors, decoded=str(decoded), **request)
+        bits = bits_per_value(int(reply["stored_bytes"]), tensors.bits.size)
         found = np.load(decoded, allow_pickle=False)
         return Coded(f"lmcache {codec}", setting, bits, found)
 
     def time_cachegen(self, tensors: TensorFile) -> Speed:
-        """Return what one encode and one decode of the only window took, in one thread.
+        """Time one encode and one decode of the only window, in one thread.
 
         With 32 bins in all layers, the finest level of its artifact.
         """
         bins = [32] * tensors.bits.shape[1]
-        answer = self._ask("time_cachegen", tensors, bins=bins)
-        return Speed(answer["encode_s"], answer["decode_s"])
+        reply = self._request("time_cachegen", tensors, bins=bins)
+        return Speed(reply["encode_s"], reply["decode_s"])
 
-    def _ask(self, do: str, tensors: TensorFile, **request: Any) -> dict[str, float]:
-        named = {"do": do, "tensors": str(tensors.path), "tokens": tensors.bits.shape[3]}
-        answer = self.program.request(json.dumps({**named, "model": str(TINYLM), **request}))
-        tensors.check(answer)
-        return answer
+    def _request(self, do: str, tensors: TensorFile, **request: Any) -> dict[str, float]:
+        fields = {"do": do, "tensors": str(tensors.path), "tokens": tensors.bits.shape[3]}
+        reply = self.program.request(json.dumps({**fields, "model": str(TINYLM), **request}))
+        tensors.check(reply)
+        return reply
 
 
 @dataclass(frozen=True, slots=True)
-class Opponents:
-    """LMCache's codecs and what times ZipNN, each running, or why it cannot be had."""
+class Baselines:
+    """LMCache's codecs and ZipNN, each running, or the reason why not."""
 
     folder: Path
     lmcache: LMCacheCodecs | str
@@ -104,7 +104,7 @@ class Opponents:
 
     @classmethod
     @contextmanager
-    def running(cls, venvs: Path, folder: Path) -> Iterator[Opponents]:
+    def running(cls, venvs: Path, folder: Path) -> Iterator[Baselines]:
         with ExitStack() as stack:
 
             def start(name: str) -> LineProcess | str:
@@ -124,22 +124,21 @@ class Opponents:
 
 
 def _zipnn_time(program: LineProcess, tensors: TensorFile) -> Speed:
-    answer = program.request(str(tensors.path))
-    tensors.check(answer)
-    return Speed(answer["encode_s"], answer["decode_s"])
+    reply = program.request(str(tensors.path))
+    tensors.check(reply)
+    return Speed(reply["encode_s"], reply["decode_s"])
 
 
 AIBRIX_LEVEL = 3
-"""What zstd takes when nobody says."""
+"""zstd's default."""
 
 
 def kivi(bits: Bits, code_bits: int, group: int) -> Coded:
     """Quantise as KIVI does (Liu et al., ICML 2024, section 3.2).
 
     Keys per channel over *group* tokens, values per token over *group* channels, each group by
-    its smallest value and a step, both float16. Channels of all heads stand side by side, as
-    this model's heads are narrower than a group. No recent tokens are left as they are: a
-    stored chunk has none.
+    its smallest value and a step, both float16. Channels of all heads are adjacent, as this
+    model's heads are narrower than a group. A stored chunk has no recent tokens to keep exact.
     """
     windows, layers, _, tokens = bits.shape[:4]
     numbers = to_floats(bits)
@@ -157,7 +156,7 @@ def kivi(bits: Bits, code_bits: int, group: int) -> Coded:
 
 
 def _affine(numbers: Floats, axis: int, code_bits: int) -> Floats:
-    """Return *numbers* after codes of *code_bits* between the ends of each group along *axis*."""
+    """Return *numbers* quantised to *code_bits* in the range of each group along *axis*."""
     most = 2**code_bits - 1
     low = numbers.min(axis, keepdims=True).astype(np.float16).astype(np.float32)
     step = (numbers.max(axis, keepdims=True) - low) / np.float32(most)
@@ -168,7 +167,7 @@ def _affine(numbers: Floats, axis: int, code_bits: int) -> Floats:
 
 
 def aibrix_time(bits: NDArray[Any]) -> Speed:
-    """Return what zstd takes for the bytes of *bits* as they are, as AIBrix's compressor does."""
+    """Time zstd on the plain bytes of *bits*, as in AIBrix's compressor."""
     data = np.ascontiguousarray(bits).view(np.uint8).reshape(-1)
     started = time.process_time()
     stored = zstandard.ZstdCompressor(AIBRIX_LEVEL).compress(data.data)
@@ -176,5 +175,5 @@ def aibrix_time(bits: NDArray[Any]) -> Speed:
     found = zstandard.ZstdDecompressor().decompress(stored)
     decoded = time.process_time()
     if found != data.tobytes():
-        raise ValueError("zstd: came back changed")
+        raise ValueError("zstd: wrong bytes")
     return Speed(encoded - started, decoded - encoded)

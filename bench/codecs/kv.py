@@ -1,4 +1,4 @@
-"""KV tensors to measure codecs on, and rate-distortion curves of what came back."""
+"""KV tensors to measure codecs on, and rate-distortion curves of decoded tensors."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from kvstore.codecs.speed import HEAD_DIM, make_sample
 from kvstore.proto.types import RopeParameters
 
 Bits: TypeAlias = NDArray[np.uint16]
-"""bfloat16 as its bits: (windows, layers, 2, tokens, kv_heads, head_dim), K and then V."""
+"""bfloat16 as uint16: (windows, layers, 2, tokens, kv_heads, head_dim), K and then V."""
 Floats: TypeAlias = NDArray[np.float32]
 
 ROPE = RopeParameters(500_000.0, HEAD_DIM)
-"""Of the made-up KV."""
+"""Rotation of the synthetic KV."""
 
 
 def to_floats(bits: NDArray[Any]) -> Floats:
@@ -33,29 +33,40 @@ def to_bits(numbers: Floats) -> NDArray[np.uint16]:
 
 
 def digest(bits: NDArray[Any]) -> int:
-    """Return 48 bits of the SHA-256 of *bits*: as many as a JSON number holds exactly."""
+    """Return 48 bits of the SHA-256 of *bits*; a JSON number holds them exactly."""
     return int.from_bytes(sha256(np.ascontiguousarray(bits).tobytes()).digest()[:6], "big")
 
 
 def synthetic() -> Bits:
-    """Return eight layers of made-up KV, one window: it says nothing of a model's answers."""
+    """Return one window of synthetic KV, eight layers."""
     layers = [np.stack(layer) for seed in range(4) for layer in make_sample(seed).tensors[0]]
     return np.ascontiguousarray(np.stack(layers).transpose(0, 1, 3, 2, 4)[None])
 
 
 @dataclass(frozen=True, slots=True)
-class Point:
-    """One codec at one setting on one model.
+class Lengths:
+    """How much text one model is measured on.
 
-    ``kl``: what its decoded prefix does to the text behind it, in nats a token. ``facts``: the
-    share of facts told in a prefix that are answered right.
+    ``windows`` texts of a stored ``prefix`` and the ``rest`` that is scored; ``calibrate`` texts
+    fit tables.
+    """
+
+    windows: int = 16
+    calibrate: int = 8
+    prefix: int = 256
+    rest: int = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Point:
+    """One codec at one setting on one model; ``kl`` of the text behind a decoded prefix, nats a
+    token.
     """
 
     codec: str
     setting: str
     bits_per_value: float
     kl: float
-    facts: float = 0.0
 
 
 Rate = tuple[float, float]
@@ -63,14 +74,14 @@ Rate = tuple[float, float]
 
 
 def bits_per_value(stored_bytes: int, values: int) -> float:
-    """Return the bits that each of *values* takes of *stored_bytes*, headers and all."""
+    """Return the bits of *stored_bytes*, headers included, for each of *values*."""
     return 8 * stored_bytes / values
 
 
 def frontier(curve: Sequence[Rate]) -> list[Rate]:
-    """Return the points of *curve* with an error that no cheaper point undercuts, by bits.
+    """Return the points of *curve* whose error no smaller point undercuts, by bits.
 
-    Points without error are left out: they have no place on a logarithmic axis.
+    Points without error are left out, as the axis is logarithmic.
     """
     best: list[Rate] = []
     for bits, error in sorted(curve):
@@ -80,21 +91,21 @@ def frontier(curve: Sequence[Rate]) -> list[Rate]:
 
 
 def bits_at(curve: Sequence[Rate], error: float) -> float | None:
-    """Return the bits *curve* needs for *error*: a line between its points over log(error).
+    """Return the bits of *curve* at *error*, interpolated linearly over log(error).
 
-    None where the curve does not reach: nothing is extrapolated.
+    None outside the curve: nothing is extrapolated.
     """
     return _between(-math.log(error), *reversed(_scales(curve)))
 
 
 def error_at(curve: Sequence[Rate], bits: float) -> float | None:
-    """Return the error of *curve* at *bits*, the reverse of ``bits_at``."""
+    """Return the error of *curve* at *bits*, the inverse of ``bits_at``."""
     found = _between(bits, *_scales(curve))
     return None if found is None else math.exp(-found)
 
 
 def _scales(curve: Sequence[Rate]) -> tuple[list[float], list[float]]:
-    """Return the bits of the frontier and the -log of its errors: both grow."""
+    """Return the bits of the frontier and the -log of its errors, both ascending."""
     points = frontier(curve)
     return [bits for bits, _ in points], [-math.log(error) for _, error in points]
 

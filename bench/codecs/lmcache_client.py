@@ -1,10 +1,9 @@
-"""LMCache's codecs on tensors in files; runs with LMCache's own interpreter, by path.
+"""LMCache's codecs on tensors in files; runs by path in LMCache's environment.
 
-Each line of its input is a JSON object, each answer a line of JSON. Tensors are bfloat16 as
-uint16, (windows, layers, 2, tokens, kv_heads, head_dim), in ``.npy`` files; each window is a
-chunk of its own. CacheGen and fp8 are LMCache's own serializers. TurboQuant's are Triton kernels
-that need a CUDA device: what they compute is written here as torch operations, with LMCache's
-own rotation, centroids and sizes.
+Each input line is a JSON object, each reply a line of JSON. Tensors are bfloat16 as uint16,
+(windows, layers, 2, tokens, kv_heads, head_dim), in ``.npy`` files; each window is a chunk.
+CacheGen and fp8 are LMCache's serializers. TurboQuant's are Triton kernels for CUDA; the same
+computation is written here in torch, with LMCache's rotation, centroids and sizes.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from lmcache.storage_backend.serde.cachegen_encoder import CacheGenSerializer
 from lmcache.v1.distributed.serde.fp8 import Fp8QuantizationDeserializer, Fp8QuantizationSerializer
 
 Request = dict[str, Any]
-Answer = dict[str, float]
+Reply = dict[str, float]
 
 
 def load(request: Request) -> torch.Tensor:
@@ -47,7 +46,7 @@ def save(request: Request, windows: list[torch.Tensor]) -> None:
 
 
 def cachegen(request: Request) -> tuple[CacheGenSerializer, CacheGenDeserializer]:
-    """Return its two sides for a model, with the bins of its own configuration or given ones."""
+    """Return encoder and decoder for a model, with the bins of LMCache or of the request."""
     config = SimpleNamespace(chunk_size=request["tokens"])
     metadata = SimpleNamespace(model_name=request["model"])
     sides = (
@@ -61,9 +60,9 @@ def cachegen(request: Request) -> tuple[CacheGenSerializer, CacheGenDeserializer
 
 
 def payload_bytes(stored: bytes) -> int:
-    """Return the bytes of CacheGen's tensors alone: streams, lengths, tables, scales.
+    """Return the bytes of CacheGen's tensors: streams, lengths, tables, scales.
 
-    What pickle puts around them is the same for a model of any size, and not counted.
+    Pickle's constant overhead is not counted.
     """
     parts = CacheGenGPUEncoderOutput.from_bytes(stored)
     tensors = [parts.cdf, parts.max_tensors_key, parts.max_tensors_value]
@@ -73,7 +72,7 @@ def payload_bytes(stored: bytes) -> int:
 
 
 class InThisThread:
-    """In the place of its thread pool, whose hand-overs take longer than the work on one core."""
+    """Replaces the thread pool, whose overhead on one core exceeds the work."""
 
     def __enter__(self) -> InThisThread:
         return self
@@ -85,7 +84,7 @@ class InThisThread:
         return map(work, tasks)
 
 
-def measure_cachegen(request: Request) -> Answer:
+def measure_cachegen(request: Request) -> Reply:
     kv = load(request)
     encoder, decoder = cachegen(request)
     stored = [encoder.to_bytes(window) for window in kv]
@@ -93,10 +92,10 @@ def measure_cachegen(request: Request) -> Answer:
     return {"digest": digest(kv), "stored_bytes": sum(map(payload_bytes, stored))}
 
 
-def time_cachegen(request: Request) -> Answer:
+def time_cachegen(request: Request) -> Reply:
     """Return the processor seconds of one encode and one decode of the first window.
 
-    In its favour its coder runs in this thread alone.
+    In LMCache's favour its coder runs in this thread alone.
     """
     cachegen_kernels.ThreadPoolExecutor = InThisThread
     kv = load(request)[0]
@@ -107,13 +106,13 @@ def time_cachegen(request: Request) -> Answer:
 
 
 def timed(work: Callable[[], Any]) -> tuple[Any, float]:
-    """Return what *work* returns, and its processor seconds."""
+    """Return the result of *work*, and its processor seconds."""
     started = time.process_time()
     result = work()
     return result, time.process_time() - started
 
 
-def measure_fp8(request: Request) -> Answer:
+def measure_fp8(request: Request) -> Reply:
     """Encode and decode each window as fp8: a cast, without scales."""
     kv = load(request)
     stored_bytes, decoded = 0, []
@@ -127,11 +126,11 @@ def measure_fp8(request: Request) -> Answer:
     return {"digest": digest(kv), "stored_bytes": stored_bytes}
 
 
-def measure_turboquant(request: Request) -> Answer:
-    """Encode and decode each window with a preset of TurboQuant, all layers alike.
+def measure_turboquant(request: Request) -> Reply:
+    """Encode and decode each window with a preset of TurboQuant, in all layers.
 
-    Its default leaves the first and last two layers as they are, of which this model would keep
-    two; heads are *head_dim* wide, which need not be the model's.
+    Its default skips the first and last two layers, which would leave two of this model. Heads are
+    *head_dim* wide, which may differ from the model's.
     """
     kv = load(request)
     config = turboquant_serde.TurboQuantSerdeConfig(
@@ -177,7 +176,7 @@ def turbo_values(values: torch.Tensor, bits: int) -> torch.Tensor:
     return (codes * step.half().float() + low.half().float()).half().float()
 
 
-WORK: dict[str, Callable[[Request], Answer]] = {
+WORK: dict[str, Callable[[Request], Reply]] = {
     "cachegen": measure_cachegen,
     "time_cachegen": time_cachegen,
     "fp8": measure_fp8,

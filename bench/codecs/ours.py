@@ -1,4 +1,4 @@
-"""Our codecs on chunks: what they store, what comes back, what both cost."""
+"""Our codecs on chunks: sizes, decoded tensors and speeds."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from kvstore.proto.types import (
 
 @dataclass(frozen=True, slots=True)
 class Chunks:
-    """The KV of one chunk a window, each at position 0, and the model it is of.
+    """The KV of a model, one chunk a window, each at position 0.
 
-    ``importance``: of each window's tokens, f32 (windows, tokens), where a model says it.
+    ``importance``: of each window's tokens, f32 (windows, tokens), if the model has it.
     """
 
     bits: Bits
@@ -49,9 +49,9 @@ class Chunks:
 
     @classmethod
     def of(cls, name: str, bits: Bits, rope: RopeParameters) -> Chunks:
-        """Return *bits* as chunks of a model called *name* that has just their layers.
+        """Return *bits* as chunks of a model called *name* that has only their layers.
 
-        Their digest is its revision: tables fitted for one are no other's.
+        Their digest is its revision, so calibration tables are not shared.
         """
         _, layers, _, _, kv_heads, head_dim = bits.shape
         ids = tuple(range(layers))
@@ -60,9 +60,9 @@ class Chunks:
 
 
 class Coder:
-    """One codec with the memory it writes to: a frame, and the tensors of a chunk.
+    """One codec with its output memory: a frame, and the tensors of a chunk.
 
-    *setting* is the codec's name, with its terms after a colon. Raises UnknownCodecError.
+    *setting*: the codec's name, with options after a colon. Raises UnknownCodecError.
     """
 
     def __init__(self, setting: str, chunks: Chunks) -> None:
@@ -78,10 +78,9 @@ class Coder:
         self.tensors = empty_tensors(layout)
 
     def code(self, bits: Bits, importance: NDArray[np.float32] | None = None) -> list[Coded]:
-        """Return what the codec makes of *bits*: one for each level of its frames, base first.
+        """Encode and decode *bits*; return one result for each level of the frames, base first.
 
-        *importance* is that of their tokens. Raises ValueError when a frame that calls itself
-        exact is not.
+        *importance*: of their tokens. Raises ValueError if a frame with accuracy exact is not.
         """
         levels: list[tuple[list[int], Bits]] = []
         for number, window in enumerate(bits):
@@ -109,7 +108,7 @@ class Coder:
         return self.codec.encode(self.template, _parts(window), self.frame, self.terms)
 
     def decode(self, header: FrameHeader, level: int | None = None) -> None:
-        """Decode ``frame`` to ``tensors``, all of it or the base and its first refinements."""
+        """Decode ``frame`` to ``tensors``: all of it, or the base and *level* refinements."""
         frame = self.frame[: header.frame_bytes]
         if level is None or not isinstance(self.codec, LossyCodec):
             self.codec.decode_into(header, frame, self.tensors)
@@ -132,9 +131,9 @@ def _parts(window: Bits) -> ChunkTensors:
 
 
 def calibrated(chunks: Chunks, samples: Bits) -> None:
-    """Fit the tables that some codecs need for the model of *chunks*, on other KV of it.
+    """Fit the calibration tables for the model of *chunks* on other KV of it.
 
-    They stay among this process's assets.
+    They are added to this process's assets.
     """
     layout = KVLayout.of(chunks.model, samples.shape[3])
     known = [(_parts(window), 0) for window in samples]

@@ -1,4 +1,4 @@
-"""Speeds of codecs on one core: bytes of decoded bfloat16 a processor second."""
+"""Speeds of codecs on one core, in bytes of decoded bfloat16 a processor second."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from functools import partial
 
 import numpy as np
 
-from bench.codecs.baselines import Opponents, Speed, TensorFile, aibrix_time
+from bench.codecs.baselines import Baselines, Speed, TensorFile, aibrix_time
 from bench.codecs.ours import Chunks, Coder
 from bench.lib.report import Report, gbps
 
@@ -23,7 +23,7 @@ Side = Callable[[], Speed]
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """Keep this thread, and those it starts, on one core until the block ends."""
+    """Pin this thread, and threads it starts, to one core until the block ends."""
     cores = os.sched_getaffinity(0)
     os.sched_setaffinity(0, {max(cores)})
     try:
@@ -33,17 +33,17 @@ def one_core() -> Iterator[None]:
 
 
 def in_rounds(sides: dict[str, Side], rounds: int = ROUNDS) -> dict[str, Speed]:
-    """Return the best of *rounds* of each side, run in turns and once to warm up."""
+    """Return the best of *rounds* of each side, in turns after one warm-up round."""
     runs = [[work() for work in sides.values()] for _ in range(rounds + 1)][1:]
     best = (Speed(*map(min, zip(*some, strict=True))) for some in zip(*runs, strict=True))
     return dict(zip(sides, best, strict=True))
 
 
-def measure_speeds(report: Report, chunks: Chunks, opponents: Opponents, rounds: int) -> None:
-    """Code one chunk, which lies heads first in memory as our frames have it, on one core."""
+def measure_speeds(report: Report, chunks: Chunks, baselines: Baselines, rounds: int) -> None:
+    """Measure one chunk, in our frames' memory order (heads first), on one core."""
     heads_first = np.ascontiguousarray(chunks.bits[0].transpose(0, 1, 3, 2, 4))
     window = heads_first.transpose(0, 1, 3, 2, 4)
-    tensors = TensorFile.write(opponents.folder, heads_first)
+    tensors = TensorFile.write(baselines.folder, heads_first)
 
     def ours(setting: str) -> Side:
         return partial(Coder(setting, chunks).time, window)
@@ -57,18 +57,18 @@ def measure_speeds(report: Report, chunks: Chunks, opponents: Opponents, rounds:
     with one_core():
         zstd: Side = partial(aibrix_time, tensors.bits)
         sides = {"lossless": ours("lossless"), "zstd": zstd}
-        if not isinstance(opponents.zipnn, str):
-            sides["zipnn"] = partial(opponents.zipnn, tensors)
+        if not isinstance(baselines.zipnn, str):
+            sides["zipnn"] = partial(baselines.zipnn, tensors)
         found = in_rounds(sides, rounds)
         compare(AIBRIX_KEYS, found["lossless"], found["zstd"])
-        if isinstance(opponents.zipnn, str):
-            report.skip(ZIPNN_KEYS, opponents.zipnn)
+        if isinstance(baselines.zipnn, str):
+            report.skip(ZIPNN_KEYS, baselines.zipnn)
         else:
             compare(ZIPNN_KEYS, found["lossless"], found["zipnn"])
-        if isinstance(opponents.lmcache, str):
-            report.skip(CACHEGEN_KEYS, opponents.lmcache)
+        if isinstance(baselines.lmcache, str):
+            report.skip(CACHEGEN_KEYS, baselines.lmcache)
         else:
-            tensors = TensorFile.write(opponents.folder, chunks.bits[:1])
-            theirs = partial(opponents.lmcache.time_cachegen, tensors)
+            tensors = TensorFile.write(baselines.folder, chunks.bits[:1])
+            theirs = partial(baselines.lmcache.time_cachegen, tensors)
             found = in_rounds({"kvq": ours("kvq"), "cachegen": theirs}, rounds)
             compare(CACHEGEN_KEYS, found["kvq"], found["cachegen"])

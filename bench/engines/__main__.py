@@ -1,9 +1,9 @@
-"""A real vLLM on this machine's CPU: without a store, with ours, vLLM's own offloading and LMCache.
+"""A real vLLM on the CPU: without a store, with ours, vLLM's own offloading and LMCache.
 
-The same small model in a process each, asked in turns about prompts of ``data/traces``; medians of
-the rounds' ratios. Needs the environment of ``make vllm-env``; LMCache's is made by the first run.
-For each byte of KV a small model computes far less than a large one, so what a store adds weighs
-more here than anywhere else.
+The same small model runs in a process each; they serve prompts of ``data/traces`` in turns. Figures
+are medians of the rounds' ratios. Needs the environment of ``make vllm-env``; the first run makes
+LMCache's. A small model computes little for each byte of KV, so the overhead of a store is largest
+here.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from bench.engines.sides import (
     OFFLOAD,
     OURS,
     PLAIN,
-    Field,
     Prompt,
+    Result,
     Side,
-    Taken,
+    Sides,
     Turn,
     chats,
     tokens,
@@ -40,22 +40,22 @@ from bench.lib.report import Report, median_of, parser_of
 from bench.lib.vllm import PYTHON, make_model
 
 WARM_UP = 2
-"""Rounds that do not count: first requests wait for what is made once."""
+"""Rounds that do not count."""
 FEWEST = 4
-"""Rounds of which there is a median."""
+"""Least number of rounds for a median."""
 NEW, AGAIN = "new", "again"
-"""A prompt that nobody knows; one of which all is stored."""
+"""A prompt without stored tokens; one whose chunks are all stored."""
 MODEL_SCALE = 2
 ROUNDS, TURNS_S = 40, 150.0
-"""Of prompts alone, as many as the seconds allow."""
+"""Limits of single prompts."""
 HITS = 3
-"""Times a round asks for what is stored: it takes little."""
+"""Hits in a round."""
 PAIRS, PAIRS_S = 120, 100.0
-"""Of prompts that nobody knows, with our store and without."""
+"""Limits of new prompts, with our store and without."""
 BATCHES_S, BATCHES_ALONE_S = 130.0, 240.0
 BATCH, BATCH_TOKENS, GENERATED = 8, 512, 32
 _MOST_ROUNDS, _MANY = 1000, 1 << 12
-"""The latter: more than there are rounds."""
+"""The latter exceeds the number of rounds."""
 STORE_KEY = "store_overhead"
 KEYS = (
     "tokens_identical", "ttft_hit_vs_recompute", "ttft_hit_vs_lmcache", "ttft_hit_vs_vllm_offload",
@@ -63,47 +63,48 @@ KEYS = (
 )  # fmt: skip
 
 Bounds: TypeAlias = tuple[int, int]
-"""At least, and at most."""
+"""Least and most."""
 
 
 def in_turn(sides: Sequence[Side], number: int) -> Sequence[Side]:
-    """Return *sides* in an order whose first changes with *number*: no one profits from another."""
+    """Return *sides* rotated by *number*, so that no position favours one."""
     first = number % len(sides)
     return [*sides[first:], *sides[:first]]
 
 
 @dataclass(slots=True)
 class Samples:
-    """Seconds by contestant and kind of request, then by round; of hits that did not come none."""
+    """Seconds by side and kind of request, then by round; failed hits are left out."""
 
     seconds: dict[tuple[str, str], dict[int, float]] = field(default_factory=dict)
     lost: Counter[str] = field(default_factory=Counter)
     is_same: bool = True
-    """Whether all answered alike."""
+    """Whether all sides generated the same tokens."""
 
-    def take(self, side: Side, kind: str, number: int, taken: Taken, wanted: Bounds) -> None:
-        """Add a request of round *number*, if it found as many tokens as *wanted* says."""
-        if side.has_store and not wanted[0] <= taken.cached <= wanted[1]:
+    def take(self, side: Side, kind: str, number: int, result: Result, bounds: Bounds) -> None:
+        """Record a request of round *number* if its cached tokens are within *bounds*."""
+        if side.has_store and not bounds[0] <= result.cached <= bounds[1]:
             self.lost[side.name] += 1
             return
-        self.seconds.setdefault((side.name, kind), {})[number] = taken.took_s
+        self.seconds.setdefault((side.name, kind), {})[number] = result.took_s
 
-    def ask(
+    def request(
         self, sides: Sequence[Side], kind: str, number: int,
-        asked: Sequence[Prompt], wanted: Bounds, generated: int = 1,
+        prompts: Sequence[Prompt], bounds: Bounds, generated: int = 1,
     ) -> None:  # fmt: skip
-        """Have all *sides* answer the same, then forget what they cached."""
-        answers = []
+        """Send the same prompts to all *sides*, then clear the engines' caches."""
+        outputs = []
         for side in in_turn(sides, number):
-            taken = side.ask(asked, generated)
-            self.take(side, kind, number, taken, wanted)
-            answers.append(taken.tokens)
-            side.fresh()
-        self.is_same &= all(one == answers[0] for one in answers)
+            result = side.generate(prompts, generated)
+            self.take(side, kind, number, result, bounds)
+            outputs.append(result.tokens)
+            side.clear()
+        self.is_same &= all(one == outputs[0] for one in outputs)
 
     def ratios(self, kind: str, theirs: str) -> list[float]:
-        """Return ours over *theirs* in each round that has both: what is slow for a while is slow
-        for both. Raises PeerSkippedError of too few.
+        """Return ours over *theirs* in each round that has both, which run under the same load.
+
+        Raises PeerSkippedError if there are too few.
         """
         mine, other = (self.seconds.get((name, kind), {}) for name in (OURS, theirs))
         ratios = [mine[n] / other[n] for n in mine if n >= WARM_UP and n in other]
@@ -116,7 +117,7 @@ class Samples:
         return f"{name} {1e3 * median(seconds[n] for n in seconds if n >= WARM_UP):.1f} ms"
 
     def add(self, report: Report, key: str, kind: str, theirs: str) -> None:
-        """Report a ratio, and between what it lies; an overhead is what it is above 1."""
+        """Report a ratio and its interval; an overhead is the part above 1."""
         try:
             ratios = self.ratios(kind, theirs)
         except PeerSkippedError as error:
@@ -125,18 +126,19 @@ class Samples:
         base = key.endswith("overhead")
         middle, low, high = (one - base for one in median_of(ratios))
         report.add(key, middle, self._ms(OURS, kind), self._ms(theirs, kind))
-        words = f"with 95 % of what {len(ratios)} rounds might have been"
-        report.note(f"  {key}", f"{low:.3f} to {high:.3f}", words)
+        interval = f"95 % interval of {len(ratios)} rounds"
+        report.note(f"  {key}", f"{low:.3f} to {high:.3f}", interval)
 
 
 def measure_batches(report: Report, sides: Sequence[Side], seconds: float) -> bool:
-    """Several prompts at once that nobody knows, without a store and with ours: what storing takes
-    of the throughput. Return whether all tokens were the same.
+    """Measure the throughput cost of storing: batches of new prompts, with our store and without.
+
+    Return whether all tokens were the same.
     """
     samples, prompts, began = Samples(), cycle(chats(BATCH_TOKENS)), time.monotonic()
     for number in range(_MOST_ROUNDS):
         batch = [tokens(one, number) for one in islice(prompts, BATCH)]
-        samples.ask(sides, NEW, number, batch, (0, 0), GENERATED)
+        samples.request(sides, NEW, number, batch, (0, 0), GENERATED)
         if time.monotonic() - began > seconds:
             break
     samples.add(report, STORE_KEY, NEW, PLAIN)
@@ -144,32 +146,32 @@ def measure_batches(report: Report, sides: Sequence[Side], seconds: float) -> bo
 
 
 def one_turn(samples: Samples, sides: Sequence[Side], turn: Turn, number: int) -> None:
-    """Have all answer a prompt, the turn that follows on it, and that as far as it is stored; the
-    stores the last some times more: nobody computes, so it takes little.
+    """Send a prompt, its next turn, and the stored part of that; repeat the last on stores.
 
-    One token more than that: every engine computes the last one itself.
+    The stored part has one token more, as an engine computes the last token itself.
     """
     earlier, prompt = turn.prompts(number)
     whole = (len(prompt) - 1) // CHUNK_TOKENS * CHUNK_TOKENS
     shared = turn.history_tokens // CHUNK_TOKENS * CHUNK_TOKENS
     stored, bounds = prompt[: whole + 1], (whole - CHUNK_TOKENS, whole)
-    samples.ask(sides, NEW, number, [earlier], (0, 0))
-    samples.ask(sides, "turn", number, [prompt], (shared - CHUNK_TOKENS, whole))
-    samples.ask(sides, AGAIN, number, [stored], bounds)
+    samples.request(sides, NEW, number, [earlier], (0, 0))
+    samples.request(sides, "turn", number, [prompt], (shared - CHUNK_TOKENS, whole))
+    samples.request(sides, AGAIN, number, [stored], bounds)
     stores = [side for side in sides if side.has_store]
     for again in range(1, HITS if number >= WARM_UP else 1):
         for side in in_turn(stores, number + again):
-            samples.take(side, AGAIN, again * _MANY + number, side.ask([stored]), bounds)
-            side.fresh()
+            samples.take(side, AGAIN, again * _MANY + number, side.generate([stored]), bounds)
+            side.clear()
 
 
 def measure_misses(report: Report, sides: Sequence[Side]) -> bool:
-    """Prompts that nobody knows, by turns with our store and without; return whether tokens were
-    the same. The one that goes first changes: AB, BA, AB.
+    """Measure new prompts with our store and without, in the order AB, BA, AB.
+
+    Return whether tokens were the same.
     """
     samples, prompts, began = Samples(), cycle(turns(PAIRS // 4)), time.monotonic()
     for number, turn in enumerate(islice(prompts, PAIRS + WARM_UP)):
-        samples.ask(sides, NEW, number, [turn.prompts(2 * ROUNDS + number)[0]], (0, 0))
+        samples.request(sides, NEW, number, [turn.prompts(2 * ROUNDS + number)[0]], (0, 0))
         if time.monotonic() - began > PAIRS_S:
             break
     samples.add(report, KEYS[4], NEW, PLAIN)
@@ -177,7 +179,7 @@ def measure_misses(report: Report, sides: Sequence[Side]) -> bool:
 
 
 def measure_turns(report: Report, sides: Sequence[Side]) -> bool:
-    """Prompts alone: what a hit and a miss take. Return whether all tokens were the same."""
+    """Measure hits and misses of single prompts; return whether all tokens were the same."""
     samples, began = Samples(), time.monotonic()
     for number, turn in enumerate(turns(WARM_UP + ROUNDS)):
         one_turn(samples, sides, turn, number)
@@ -190,9 +192,9 @@ def measure_turns(report: Report, sides: Sequence[Side]) -> bool:
     return samples.is_same
 
 
-def measure_stores(report: Report, plain: Side, starts: Field) -> bool:
-    """Start the stores and their engines, and compare them; return whether tokens were the same."""
-    # No deadline that a busy machine runs into: a late answer is to be seen in the times.
+def measure_stores(report: Report, plain: Side, starts: Sides) -> bool:
+    """Start the stores and their engines and compare; return whether tokens were the same."""
+    # A deadline that a busy machine does not reach: late lookups show in the times.
     sides = [plain, starts.ours(starts.server(), lookup_deadline_ms=2000), starts.offload()]
     try:
         sides.append(starts.lmcache())
@@ -206,21 +208,21 @@ def measure_stores(report: Report, plain: Side, starts: Field) -> bool:
 def measure(report: Report, folder: Path) -> None:
     make_model(folder / "model", MODEL_SCALE)
     with ExitStack() as stack:
-        plain = Field(stack, folder).plain()
+        plain = Sides(stack, folder).plain()
         with ExitStack() as others:
-            is_same = measure_stores(report, plain, Field(others, folder))
-        report.add(KEYS[0], float(is_same), "every answer of every engine", "no store")
-        measure_dead_server(report, folder, Field(stack, folder), plain)
+            is_same = measure_stores(report, plain, Sides(others, folder))
+        report.add(KEYS[0], float(is_same), "all outputs of all engines", "no store")
+        measure_dead_server(report, folder, Sides(stack, folder), plain)
 
 
 def measure_stores_alone(report: Report, folder: Path) -> None:
-    """What storing takes of the throughput, of as many batches as the seconds allow."""
+    """Measure the cost of storing on throughput for BATCHES_ALONE_S."""
     make_model(folder / "model", MODEL_SCALE)
     with ExitStack() as stack:
-        field = Field(stack, folder)
-        sides = [field.plain(), field.ours(field.server(), lookup_deadline_ms=2000)]
+        starts = Sides(stack, folder)
+        sides = [starts.plain(), starts.ours(starts.server(), lookup_deadline_ms=2000)]
         if not measure_batches(report, sides, BATCHES_ALONE_S):
-            raise RuntimeError("the tokens of the two differ")
+            raise RuntimeError("the tokens of both sides differ")
 
 
 PARTS = {
@@ -228,13 +230,13 @@ PARTS = {
     "stores": (measure_stores_alone, (STORE_KEY,)),
     "hang": (measure_hangs, HANG_KEYS),
 }
-"""What ``--only`` names, and the keys of each: ``all`` is what runs unless something is named."""
+"""Parts of ``--only`` and their keys; the default is ``all``."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run it all; return the exit status."""
+    """Run the benchmark; return the exit status."""
     parser = parser_of(__doc__)
-    parser.add_argument("--only", choices=PARTS, default="all", help="some figures alone")
+    parser.add_argument("--only", choices=PARTS, default="all", help="a part of the figures")
     flags = parser.parse_args(argv)
     report, (work, keys) = Report("engines"), PARTS[flags.only]
     if PYTHON.exists():

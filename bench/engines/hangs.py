@@ -1,10 +1,10 @@
-"""What a server that is gone costs the requests of an engine: the first of them, and those after;
-and one that hangs between a lookup and its load, by transport.
+"""Cost of a dead server to the requests of an engine (the first, and later ones), and of a server
+that hangs between a lookup and its load, by transport.
 
-Of the latter the engine has been promised a prefix, and the server is stopped before the first byte
-of it. Over the Unix socket the kernel tells whether it hangs, over gRPC and tcp the server may be
-anywhere and is asked. Short prompts, in turns with an engine without a store, whose time is taken
-off: the noise of a long prefill would hide a cost of milliseconds.
+A hanging server is stopped after the lookup, before the first byte of the load. Over the Unix
+socket the kernel reports whether it hangs; over gRPC and tcp the client sends a request to find
+out. Prompts are short and alternate with an engine without a store, whose time is subtracted: the
+noise of a long prefill would hide milliseconds.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from itertools import count
 from pathlib import Path
 from statistics import median
 
-from bench.engines.sides import CHUNK_TOKENS, STORE_BYTES, Field, Prompt, Side, tokens
+from bench.engines.sides import CHUNK_TOKENS, STORE_BYTES, Prompt, Side, Sides, tokens
 from bench.lib.processes import free_port
 from bench.lib.report import Report
 from bench.lib.vllm import make_model
@@ -26,13 +26,13 @@ from bench.lib.workload import serving
 DEAD_KEYS = ("dead_server_once_ms", "dead_server_after_ms")
 CYCLES = 4
 AFTER = 40
-"""Requests after the first: long enough that the store is asked about again meanwhile."""
+"""Requests after the first; the client retries the store within them."""
 BACK_S = 30.0
 PROMPT_TOKENS = CHUNK_TOKENS + 32
 
 
 class Pair:
-    """An engine without a store and ours, asked the same prompts, which no pair has had before."""
+    """An engine without a store and ours; both get the same new prompts."""
 
     _numbers = count(1)
 
@@ -43,53 +43,53 @@ class Pair:
         return tokens([(1, PROMPT_TOKENS)], next(self._numbers))
 
     def extra_ms(self) -> float:
-        """Return what ours took more for a prompt that nobody knows."""
+        """Return the extra milliseconds of ours for a new prompt."""
         prompt = self._prompt()
         plain_s, ours_s = (_drained_s(side, prompt) for side in (self._plain, self._ours))
         return 1e3 * (ours_s - plain_s)
 
     def await_store(self) -> None:
-        """Ask until a prompt is stored and found again. Raises RuntimeError after BACK_S."""
+        """Repeat until a prompt is stored and found. Raises RuntimeError after BACK_S."""
         deadline = time.monotonic() + BACK_S
         while time.monotonic() < deadline:
             prompt = self._prompt()
-            self._ours.ask([prompt])
-            self._ours.fresh()
-            found = self._ours.ask([prompt]).cached
-            self._ours.fresh()
+            self._ours.generate([prompt])
+            self._ours.clear()
+            found = self._ours.generate([prompt]).cached
+            self._ours.clear()
             if found:
                 return
             time.sleep(0.1)
-        raise RuntimeError(f"the server is back, and not used within {BACK_S:g} s")
+        raise RuntimeError(f"the server is back, but not used within {BACK_S:g} s")
 
     def gone(self, once: list[float], after: list[float]) -> None:
-        """Take the requests of a time without a server: the first, and those after."""
+        """Measure requests without a server: the first, and later ones."""
         once.append(self.extra_ms())
         after += [self.extra_ms() for _ in range(AFTER)]
 
     def hang_ms(self, pid: int) -> float:
-        """Return what a request takes more whose server, process *pid*, hangs before its load.
+        """Return the extra milliseconds of a request if the server, *pid*, hangs before the load.
 
-        Raises RuntimeError if nothing was found, or the server is not used again.
+        Raises RuntimeError if the prompt was not found, or was loaded.
         """
         prompt, ours = self._prompt(), self._ours
-        ours.ask([prompt])
-        ours.fresh()
+        ours.generate([prompt])
+        ours.clear()
         alone_s = _drained_s(self._plain, prompt)
         lost = _lost(ours)
         ours.engine.request("stop_before_load", pid=pid)
         try:
-            took_s = ours.ask([prompt]).took_s
+            took_s = ours.generate([prompt]).took_s
         finally:
             os.kill(pid, signal.SIGCONT)
         if _lost(ours) == lost:
-            raise RuntimeError("the prompt was not found, or loaded from a server that is stopped")
-        ours.fresh()
+            raise RuntimeError("the prompt was not found, or was loaded from a stopped server")
+        ours.clear()
         return 1e3 * (took_s - alone_s)
 
 
 def _drained_s(side: Side, prompt: Prompt) -> float:
-    took_s = side.ask([prompt]).took_s
+    took_s = side.generate([prompt]).took_s
     side.engine.request("drain")
     return took_s
 
@@ -98,8 +98,8 @@ def _lost(ours: Side) -> int:
     return int(ours.engine.request("counts").get("worker_lost_chunks", 0))
 
 
-def measure_dead_server(report: Report, folder: Path, starts: Field, plain: Side) -> None:
-    """A server that hangs and one that is killed, some times each; the worse is reported."""
+def measure_dead_server(report: Report, folder: Path, starts: Sides, plain: Side) -> None:
+    """Measure a stopped and a killed server, CYCLES times each; the worse is reported."""
     port = free_port()
     flags = ("--listen", f"127.0.0.1:{port}", "--tiers", "cpu", "--cpu", str(STORE_BYTES))
     path = ("--socket", str(folder / "kv.sock"))
@@ -109,7 +109,7 @@ def measure_dead_server(report: Report, folder: Path, starts: Field, plain: Side
     for _ in range(CYCLES):
         with serving(*flags, *path) as (_, pid):
             pair.await_store()
-            for _ in range(AFTER):  # as long as without a server
+            for _ in range(AFTER):  # as many as without a server
                 pair.extra_ms()
             os.kill(pid, signal.SIGSTOP)
             pair.gone(*hung)
@@ -119,10 +119,10 @@ def measure_dead_server(report: Report, folder: Path, starts: Field, plain: Side
             pair.gone(*killed)
     for key, one, other in zip(DEAD_KEYS, hung, killed, strict=True):
         worst = max(median(one), median(other))
-        report.add(key, worst, words("hung", one), words("killed", other))
+        report.add(key, worst, summary("hung", one), summary("killed", other))
 
 
-def words(name: str, found: list[float]) -> str:
+def summary(name: str, found: list[float]) -> str:
     ordered = sorted(found)
     return f"{name} {median(found):.1f} ms, worst {ordered[-1]:.1f} of {len(found)}"
 
@@ -132,20 +132,20 @@ HANG_KEYS = tuple(f"hang_{transport}_ms" for transport in TRANSPORTS)
 HANGS = 9
 LOOKUP_MS = 2000
 PACE_S = 6.0
-"""How soon a server answers is known anew at each heartbeat: engines that start make it slow."""
+"""Heartbeats re-measure the server's latency, which the starting engines raised."""
 
 
 def measure_hangs(report: Report, folder: Path) -> None:
-    """Start an engine without a store and one for each transport, and have the server hang."""
+    """Start an engine without a store and one for each transport; then stop the server."""
     make_model(folder / "model")
     with ExitStack() as stack:
-        field = Field(stack, folder)
-        plain = field.plain()
+        sides = Sides(stack, folder)
+        plain = sides.plain()
         flags = ("--tiers", "cpu", "--cpu", str(STORE_BYTES), "--bulk", f"127.0.0.1:{free_port()}")
         address, pid = stack.enter_context(serving(*flags))
-        # A lookup that is late on a busy machine would be a miss, and no load would follow.
-        patience = {"lookup_deadline_ms": LOOKUP_MS}
-        pairs = [Pair(plain, field.ours(address, transport=one, **patience)) for one in TRANSPORTS]
+        # On a busy machine a late lookup would be a miss without a load.
+        options = {"lookup_deadline_ms": LOOKUP_MS}
+        pairs = [Pair(plain, sides.ours(address, transport=one, **options)) for one in TRANSPORTS]
         for pair in pairs:
             pair.await_store()
         time.sleep(PACE_S)
@@ -154,4 +154,4 @@ def measure_hangs(report: Report, folder: Path) -> None:
             for _ in range(HANGS):
                 pair.await_store()
                 found.append(pair.hang_ms(pid))
-            report.add(key, median(found), words("more", found), "without a store")
+            report.add(key, median(found), summary("extra", found), "without a store")

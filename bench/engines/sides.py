@@ -20,23 +20,23 @@ from kvstore.cli.simulate import Segment, SegmentLine
 CHATS = "dev_chat_sharegptlike_sps2_n100"
 DOCUMENTS = "dev_ragshared_qps2_n900"
 LEAST_TOKENS = 1024
-"""Of what a prompt shares with an earlier one."""
+"""Least length of the prefix shared with an earlier prompt."""
 MOST_TOKENS = 2560
 VOCABULARY = 247
-"""Token ids from 3 on; the tiny model's tokenizer knows bytes."""
+"""Token ids from 3 on; the tiny model's tokenizer has bytes only."""
 
 Prompt: TypeAlias = list[int]
 _ROUND = 1 << 20
-"""More than a trace has segments: each round gets streams of its own."""
+"""More than the segments of a trace, so each round has its own streams."""
 
 
 @dataclass(frozen=True, slots=True)
 class Turn:
-    """A request that begins with what an earlier one left behind: *history*, then *rest*."""
+    """A request whose *history* is the prefix of an earlier one, then *rest*."""
 
     history: tuple[Segment, ...]
     earlier: tuple[Segment, ...]
-    """What came behind the history in the earlier request; of a chat nothing."""
+    """The part after the history in the earlier request; empty for a chat."""
     rest: tuple[Segment, ...]
 
     def prompts(self, number: int) -> tuple[Prompt, Prompt]:
@@ -52,22 +52,22 @@ def length(segments: Sequence[Segment]) -> int:
 
 
 def tokens(segments: Sequence[Segment], number: int) -> Prompt:
-    """Return the tokens of *segments*; another *number* has others."""
+    """Return the tokens of *segments*, different for each *number*."""
     moved = [(number * _ROUND + stream, count) for stream, count in segments]
     return [3 + int(one) % VOCABULARY for one in tokens_of(moved)]
 
 
 def turns(count: int) -> list[Turn]:
-    """Return *count* turns, of chats and of documents by turns, spread over their traces."""
+    """Return *count* turns, alternately of chats and of documents, spread over their traces."""
     half = -(-count // 2)
     pairs = zip(*(_spread(one, half) for one in (_chat_turns(), _document_turns())), strict=True)
     return list(chain.from_iterable(pairs))[:count]
 
 
 def chats(most_tokens: int) -> list[tuple[Segment, ...]]:
-    """Return second turns of chats, cut to *most_tokens*; those under a quarter are left out."""
-    asked = [_cut(line.inputs, most_tokens) for line in read_segments(CHATS) if line.turn == 1]
-    return [one for one in asked if length(one) >= most_tokens // 4]
+    """Return second turns of chats, cut to *most_tokens*; those below a quarter are left out."""
+    second = [_cut(line.inputs, most_tokens) for line in read_segments(CHATS) if line.turn == 1]
+    return [one for one in second if length(one) >= most_tokens // 4]
 
 
 def _fits(line: SegmentLine) -> bool:
@@ -76,21 +76,21 @@ def _fits(line: SegmentLine) -> bool:
 
 
 def _chat_turns() -> list[Turn]:
-    """Turns of chats: all that was said before, answers included, then what is said now."""
+    """Return turns of chats: the conversation with outputs, then the new message."""
     fit = [line for line in read_segments(CHATS) if line.turn and _fits(line)]
     return [Turn(line.inputs[:-1], (), line.inputs[-1:]) for line in fit]
 
 
 def _document_turns() -> list[Turn]:
-    asked: dict[tuple[Segment, ...], SegmentLine] = {}
+    earlier: dict[tuple[Segment, ...], SegmentLine] = {}
     found = []
     for line in read_segments(DOCUMENTS):
         document = line.inputs[:2]
         if len(line.inputs) != 3 or not _fits(line):
             continue
-        if (before := asked.get(document)) is not None:
+        if (before := earlier.get(document)) is not None:
             found.append(Turn(document, before.inputs[2:], line.inputs[2:]))
-        asked[document] = line
+        earlier[document] = line
     return found
 
 
@@ -103,21 +103,21 @@ def _cut(segments: Sequence[Segment], most_tokens: int) -> tuple[Segment, ...]:
 
 def _spread(found: Sequence[Turn], count: int) -> list[Turn]:
     if count > len(found):
-        raise ValueError(f"{len(found)} prompts of the trace fit, not {count}")
+        raise ValueError(f"{len(found)} prompts of the trace qualify, not {count}")
     return [found[number * len(found) // count] for number in range(count)]
 
 
 CHUNK_TOKENS = 128
-"""Of ours, of LMCache's and of vLLM's offloading alike."""
+"""Also of LMCache and of vLLM's offloading."""
 STORE_BYTES = 1 << 30
-"""What each of them may hold."""
+"""Capacity of each."""
 VENVS = ROOT / "build" / "peers"
 PLAIN, OURS, OFFLOAD, LMCACHE = "no store", "kvstore", "vLLM offload", "LMCache"
 
 
 @dataclass(frozen=True, slots=True)
-class Taken:
-    """What prompts took together. ``cached``: the fewest tokens that one of them found cached."""
+class Result:
+    """Outputs of a batch and its time. ``cached``: the fewest cached tokens of a prompt."""
 
     took_s: float
     cached: int
@@ -126,27 +126,27 @@ class Taken:
 
 @dataclass(frozen=True, slots=True)
 class Side:
-    """One contestant: a running engine. ``settles``: it is ours, and says when all is stored."""
+    """A running engine. ``settles``: it is ours, and reports when all is stored."""
 
     name: str
     engine: EngineProcess
     has_store: bool = True
     settles: bool = False
 
-    def ask(self, prompts: Sequence[Prompt], max_tokens: int = 1) -> Taken:
-        answers = self.engine.generate(*prompts, max_tokens=max_tokens)
-        cached = min(answer["cached"] for answer in answers)
-        return Taken(answers[0]["took_s"], cached, [answer["tokens"] for answer in answers])
+    def generate(self, prompts: Sequence[Prompt], max_tokens: int = 1) -> Result:
+        outputs = self.engine.generate(*prompts, max_tokens=max_tokens)
+        cached = min(output["cached"] for output in outputs)
+        return Result(outputs[0]["took_s"], cached, [output["tokens"] for output in outputs])
 
-    def fresh(self) -> None:
+    def clear(self) -> None:
         if self.settles and not self.engine.request("settle"):
-            raise RuntimeError(f"{self.name} does not come to an end with its stores")
+            raise RuntimeError(f"{self.name} does not finish its stores")
         if not self.engine.request("drain"):
-            raise RuntimeError(f"{self.name} keeps its blocks")
+            raise RuntimeError(f"{self.name} does not release its blocks")
 
 
-class Field:
-    """Starts contestants over one *model*; all end with the *stack*."""
+class Sides:
+    """Starts engines on the model in *folder*; all end with the *stack*."""
 
     def __init__(self, stack: ExitStack, folder: Path) -> None:
         self._stack = stack
@@ -159,7 +159,7 @@ class Field:
         return engine
 
     def server(self) -> str:
-        """Start a server of ours, in memory alone; return its address."""
+        """Start our server with a memory tier; return its address."""
         flags = ("--tiers", "cpu", "--cpu", str(STORE_BYTES))
         address, _ = self._stack.enter_context(serving(*flags))
         return address
@@ -168,12 +168,12 @@ class Field:
         return Side(PLAIN, self._start("plain"), has_store=False)
 
     def ours(self, address: str, **settings: Any) -> Side:
-        """Return one with our connector; *settings* are its own."""
+        """Return an engine with our connector and its *settings*."""
         store = {"address": address, "chunk_tokens": CHUNK_TOKENS, **settings}
         return Side(OURS, self._start("ours", store=store), settles=True)
 
     def offload(self) -> Side:
-        """Return one that offloads to CPU memory, as vLLM itself does: inside the process."""
+        """Return an engine with vLLM's own offloading to CPU memory, in its process."""
         extra = {
             "spec_name": "CpuTieringSpec", "spec_module_path": "bench.lib.vllm_offloading",
             "cpu_bytes_to_use": STORE_BYTES, "secondary_tiers": [], "block_size": CHUNK_TOKENS,
@@ -184,13 +184,13 @@ class Field:
         }))  # fmt: skip
 
     def lmcache(self) -> Side:
-        """Return one with LMCache's connector, and its server. Raises PeerSkippedError."""
+        """Return an engine with LMCache's connector, and its server. Raises PeerSkippedError."""
         peer = LMCache.install(VENVS, self._folder)
         server = self._stack.enter_context(peer.engine_server(STORE_BYTES, CHUNK_TOKENS))
         packages = next((peer.python.parents[1] / "lib").glob("python*/site-packages"))
         extra = {
             "lmcache.mp.host": "tcp://127.0.0.1", "lmcache.mp.port": server,
-            "lmcache.mp.mp_transfer_mode": "engine_driven",  # with shared memory its fastest here
+            "lmcache.mp.mp_transfer_mode": "engine_driven",  # its fastest, with shared memory
         }  # fmt: skip
         child = ("bench.lib.vllm_child", str(packages))
         try:
@@ -198,6 +198,6 @@ class Field:
                 "kv_connector": "LMCacheMPConnector", "kv_role": "kv_both",
                 "kv_load_failure_policy": "recompute", "kv_connector_extra_config": extra,
             })  # fmt: skip
-        except AssertionError as error:  # the last words of the engine
+        except AssertionError as error:  # has the engine's log
             raise PeerSkippedError(str(error).strip().splitlines()[-1]) from None
         return Side(LMCACHE, engine)

@@ -1,7 +1,7 @@
-"""KV in GPU memory against the limits of the same device; ``engines``: a real vLLM with stores.
+"""KV in GPU memory against the limits of the device; ``engines``: a real vLLM with stores.
 
-An engine's pages in vLLM's layout, the connector's own stores and loads, and a server process on
-the same host. Without a CUDA device, or vLLM, it says so and measures nothing.
+Pages in vLLM's layout, the connector's stores and loads, and a server process on the same host.
+Without a CUDA device, or vLLM, nothing is measured.
 """
 
 from __future__ import annotations
@@ -70,9 +70,9 @@ def synced(work: Callable[[], object]) -> Callable[[], None]:
 
 @dataclass(slots=True)
 class Engine:
-    """An engine's pages on *device*, as vLLM's FlashAttention has them, and the connector's side.
+    """Pages on *device* in the layout of vLLM's FlashAttention, and the connector's side.
 
-    ``tables``: the blocks of each chunk, in no order.
+    ``tables``: the blocks of each chunk, in random order.
     """
 
     pages: list[Any]
@@ -122,10 +122,10 @@ class Engine:
                 side.close()
 
     def store(self) -> None:
-        waiting = list(self.tables)
-        while waiting:
-            copies = self.side.copies(waiting)
-            del waiting[: len(copies)]
+        pending = list(self.tables)
+        while pending:
+            copies = self.side.copies(pending)
+            del pending[: len(copies)]
             for at in range(0, len(copies), 2):
                 for copy in copies[at : at + 2]:
                     copy.begin()
@@ -134,7 +134,7 @@ class Engine:
                     copy.free()
 
     def load(self, keys: Sequence[Any]) -> int:
-        """Load *keys* into the pages, as a request's load does; return how many were read."""
+        """Load *keys* into the pages, as for a request; return how many were read."""
         from kvstore.client.engines.vllm.blocks import LoadJob
         from kvstore.proto.types import DIGEST_BYTES, ChainDigest
 
@@ -146,17 +146,17 @@ class Engine:
 
 def measure_all(report: Report, device: str, model: Any, chunks: int) -> None:
     total = chunks * chunk_bytes(model)
-    room = f"{3 * total // (1 << 20) + 512}MiB"
+    capacity = f"{3 * total // (1 << 20) + 512}MiB"
     with (
-        serving("--tiers", "cpu", "--cpu", room) as (address, _),
+        serving("--tiers", "cpu", "--cpu", capacity) as (address, _),
         Engine.open(address, model, chunks, device) as engine,
     ):
         keys = put(engine, chunks)
         measure_store(report, engine, total, device)
         measure_cpu_load(report, engine, keys, total, device)
-    if device == "cuda":  # a server's gpu tier is on no CPU
+    if device == "cuda":  # the gpu tier needs CUDA
         with (
-            serving("--tiers", "gpu,cpu", "--cpu", room, "--gpu", room) as (address, _),
+            serving("--tiers", "gpu,cpu", "--cpu", capacity, "--gpu", capacity) as (address, _),
             Engine.open(address, model, chunks, device) as engine,
         ):
             measure_gpu(report, engine, chunks, total)
@@ -179,7 +179,7 @@ def put(engine: Engine, count: int) -> list[Any]:
 
 
 def rolled(client: Any, count: int) -> tuple[list[Any], list[Any]]:
-    """Return *count* chained chunks: the same noise, each rotated by one number more."""
+    """Return *count* chained chunks: the same noise, each rolled by one more value."""
     keys = client.keys(list(range(TOKENS * count)))
     shape = (len(client.model.layer_groups[0].layer_ids), 2, HEADS, TOKENS, HEAD_DIM)
     noise = np.random.default_rng(7).integers(0, 1 << 16, shape, np.uint16)
@@ -219,7 +219,7 @@ def add_rate(report: Report, key: str, total: int, ours: float, theirs: float) -
 
 
 def measure_store(report: Report, engine: Engine, total: int, device: str) -> None:
-    """Pages gathered and brought to registered host memory, against cudaMemcpyAsync."""
+    """Compare gathering pages into registered host memory with cudaMemcpyAsync."""
     theirs = synced(copies_of(total, device, up=False))
     ours_s, theirs_s = paired(synced(engine.store), theirs, REPEATS)
     add_rate(report, "cpu_store_vs_memcpy", total, ours_s, theirs_s)
@@ -228,7 +228,7 @@ def measure_store(report: Report, engine: Engine, total: int, device: str) -> No
 def measure_cpu_load(
     report: Report, engine: Engine, keys: Sequence[Any], total: int, device: str
 ) -> None:
-    """Chunks of a server's CPU memory into pages, verified, against cudaMemcpyAsync."""
+    """Compare verified loads of a server's CPU memory into pages with cudaMemcpyAsync."""
     time.sleep(1.0)  # slabs are registered beside the first loads
     load = partial(engine.load, keys)
     ours_s, theirs_s = paired(synced(load), synced(copies_of(total, device, up=True)), REPEATS)
@@ -238,10 +238,10 @@ def measure_cpu_load(
 def put_near(engine: Engine, chunks: Sequence[Any]) -> None:
     from kvstore.proto.plans import NO_HINTS
 
-    waiting = list(zip(engine.tables, chunks, strict=True))
-    while waiting:
-        copies = engine.side.copies([table for table, _ in waiting[:16]])
-        some, waiting = waiting[: len(copies)], waiting[len(copies) :]
+    pending = list(zip(engine.tables, chunks, strict=True))
+    while pending:
+        copies = engine.side.copies([table for table, _ in pending[:16]])
+        some, pending = pending[: len(copies)], pending[len(copies) :]
         named = [chunk for _, chunk in some]
         engine.side.put_near(partial(list, named), copies, NO_HINTS)
         for copy in copies:
@@ -249,7 +249,7 @@ def put_near(engine: Engine, chunks: Sequence[Any]) -> None:
 
 
 def measure_gpu(report: Report, engine: Engine, count: int, total: int) -> None:
-    """Pages into the gpu tier of a server and out of it, verified, against copies on the device."""
+    """Compare verified loads from a server's gpu tier into pages with copies on the device."""
     import torch
 
     keys, chunks = rolled(engine.client, count)
@@ -273,11 +273,11 @@ def measure_gpu(report: Report, engine: Engine, count: int, total: int) -> None:
 
 def measure_growth(report: Report, engine: Engine) -> None:
 
-    def held_mb() -> float:
+    def used_mb() -> float:
         import torch
 
-        words = Path("/proc/self/status").read_text().split()
-        resident = int(words[words.index("VmRSS:") + 1]) / 1e3
+        fields = Path("/proc/self/status").read_text().split()
+        resident = int(fields[fields.index("VmRSS:") + 1]) / 1e3
         if not torch.cuda.is_available():
             return resident
         free, total = torch.cuda.mem_get_info()
@@ -285,10 +285,10 @@ def measure_growth(report: Report, engine: Engine) -> None:
 
     for _ in range(20):
         engine.store()
-    before = held_mb()
+    before = used_mb()
     for _ in range(0, FLAT_CHUNKS, len(engine.tables)):
         engine.store()
-    grown = max(0.0, held_mb() - before)
+    grown = max(0.0, used_mb() - before)
     report.add("pinned_growth_mb", grown, f"{FLAT_CHUNKS} chunks of 1 MiB")
 
 

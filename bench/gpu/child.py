@@ -1,8 +1,8 @@
-"""One vLLM engine of ``bench.gpu engines``: a line of JSON says which, one what it measured.
+"""One vLLM engine of ``bench.gpu engines``: reads an order and prints the results, lines of JSON.
 
-Run in a process of its own, with a store's server where there is one.
-``python -m bench.gpu.child FOLDER SIZE`` writes the model: a Llama with random weights,
-whose attention is peaked, so that damage to KV shows in what is generated.
+Runs in its own process, with our server if it uses one. ``python -m bench.gpu.child FOLDER SIZE``
+writes the model: a Llama with random weights and peaked attention, so that damage to KV shows in
+the generated tokens.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ from bench.lib.workload import serving
 
 SHARP, PLAIN = 1.7, 1.0
 LOUD = 2.0
-"""Gains of weights: queries and keys, most others, and what attention brings."""
+"""Gains of weights: queries and keys; most others; values and the output head."""
 
 
 def config_of(size: str) -> dict[str, Any]:
-    """Return what a ``config.json`` says of a model of *size*."""
+    """Return the ``config.json`` of a model of *size*."""
     hidden, inner, layers, heads = SIZES[size]
     return {
         "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_act": "silu",
@@ -55,7 +55,7 @@ def config_of(size: str) -> dict[str, Any]:
 
 
 class Weights:
-    """Makes random weights on the device, if there is one, and counts what it wrote."""
+    """Makes random weights, on the device if there is one, and counts the written bytes."""
 
     def __init__(self, folder: Path, hidden: int) -> None:
         import torch
@@ -67,7 +67,7 @@ class Weights:
         self.total = 0
 
     def noise(self, rows: int, columns: int, gain: float) -> Any:
-        """Return a matrix whose products have the variance of its input, times *gain* squared."""
+        """Return a matrix whose products have *gain* squared times the variance of the input."""
         torch = self._torch
         made = torch.randn(rows, columns, device=self._device, dtype=torch.bfloat16)
         return (made * (gain / columns**0.5)).cpu()
@@ -84,7 +84,7 @@ class Weights:
 
 
 def write(folder: Path, size: str) -> int:
-    """Write the model; return the bytes of its weights. Its ``config.json`` comes last."""
+    """Write the model, ``config.json`` last; return the bytes of its weights."""
     folder.mkdir(parents=True, exist_ok=True)
     config = config_of(size)
     hidden, inner, layers, heads = SIZES[size]
@@ -116,11 +116,11 @@ def write(folder: Path, size: str) -> int:
 
 REPEATS = 3
 RESULT_TOKENS, BEST = 16, 20
-"""Tokens that are compared, and how many log probabilities of the first."""
+"""Compared tokens, and log probabilities of the first one."""
 CONTROL_TOKENS = 512
-"""Tokens at the front of the control that are others."""
+"""Replaced tokens at the front of the control."""
 FILLS = 5
-"""Times a prompt is computed again where a part of it was not stored."""
+"""Most runs of a prompt until all of it is stored."""
 WITHIN_S = 30.0
 BATCHED_TOKENS = 8192
 
@@ -128,7 +128,7 @@ BATCHED_TOKENS = 8192
 @dataclass(slots=True)
 class Store:
     tiers: str
-    room: int
+    capacity_bytes: int
     folder: Path
     address: str = ""
     _stack: ExitStack = field(default_factory=ExitStack)
@@ -136,13 +136,13 @@ class Store:
     def start(self) -> None:
         if not self.address:
             self.address = f"127.0.0.1:{free_port()}"
-        room = str(self.room)
+        size = str(self.capacity_bytes)
         flags = ["--listen", self.address, "--socket", str(self.folder / "kv.sock")]
-        flags += ["--tiers", self.tiers, "--cpu", room]
+        flags += ["--tiers", self.tiers, "--cpu", size]
         if "gpu" in self.tiers.split(","):
-            flags += ["--gpu", room]
+            flags += ["--gpu", size]
         if self.is_disk:
-            flags += ["--disk", f"{room}:{self.folder / 'disk'}", "--write", "through"]
+            flags += ["--disk", f"{size}:{self.folder / 'disk'}", "--write", "through"]
         self._stack.enter_context(serving(*flags))
 
     @property
@@ -150,13 +150,13 @@ class Store:
         return "disk" in self.tiers.split(",")
 
     def stop(self) -> None:
-        """End the server; what it has on disk stays."""
+        """End the server; its disk tier stays."""
         self._stack.close()
 
 
 @dataclass(slots=True)
 class Answer:
-    """What one request took and got. ``best``: log probabilities of its first token."""
+    """Result of one request. ``best``: log probabilities of its first token."""
 
     ms: float
     tokens: list[int]
@@ -165,7 +165,7 @@ class Answer:
 
 
 class Engine:
-    """A vLLM in this process, and the store it is connected to, if that is ours."""
+    """A vLLM in this process, and our store if it uses one."""
 
     def __init__(self, llm: Any, store: Store | None) -> None:
         self._llm, self._store, self._steps = llm, store, count(10_000)
@@ -182,11 +182,11 @@ class Engine:
 
     @property
     def load_ms(self) -> float:
-        """What our loads have taken, of ``hit_ms``; 0 with another connector or without."""
+        """Total milliseconds of our loads; 0 with another connector or without."""
         worker = self.worker
         return worker.counted["load_us"] / 1e3 if hasattr(worker, "settled") else 0.0
 
-    def ask(self, ids: list[int], tokens: int, best: int = 0) -> Answer:
+    def generate(self, ids: list[int], tokens: int, best: int = 0) -> Answer:
         from vllm import SamplingParams
 
         sampling = SamplingParams(
@@ -196,39 +196,39 @@ class Engine:
         began = time.perf_counter()
         (output,) = self._llm.generate({"prompt_token_ids": ids}, sampling, use_tqdm=False)
         took_ms = 1e3 * (time.perf_counter() - began)
-        said, first = output.outputs[0], {}
+        result, first = output.outputs[0], {}
         if best:
-            first = {int(one): round(p.logprob, 6) for one, p in said.logprobs[0].items()}
-        return Answer(took_ms, list(said.token_ids), first, output.num_cached_tokens or 0)
+            first = {int(one): round(p.logprob, 6) for one, p in result.logprobs[0].items()}
+        return Answer(took_ms, list(result.token_ids), first, output.num_cached_tokens or 0)
 
     def step(self) -> None:
-        self.ask(prompt(33, next(self._steps)), 4)
+        self.generate(prompt(33, next(self._steps)), 4)
 
     def reset(self) -> None:
-        """Empty vLLM's own prefix cache; who still reads blocks lets go of them in a few steps."""
+        """Empty vLLM's own prefix cache; blocks in use are released within a few steps."""
         began = time.monotonic()
         while not self._llm.reset_prefix_cache():
             if time.monotonic() - began > WITHIN_S:
-                raise RuntimeError("vLLM keeps its prefix cache: hits would be its own")
+                raise RuntimeError("vLLM does not reset its prefix cache: hits would be its own")
             self.step()
             time.sleep(0.02)
 
     def settle(self) -> None:
         worker, began = self.worker, time.monotonic()
         if not hasattr(worker, "settled"):
-            for _ in range(8):  # others' stores end in the steps that follow
+            for _ in range(8):  # other connectors finish stores in later steps
                 self.step()
                 time.sleep(0.1)
             return
         while time.monotonic() - began < WITHIN_S:
-            # Those that wait in their pages are gathered by a step.
+            # A step gathers those that wait in their pages.
             if worker.settled(WITHIN_S) and not worker._waiting:
                 return
             self.step()
-        raise RuntimeError("the connector does not come to an end with its stores")
+        raise RuntimeError("the connector does not finish its stores")
 
     def forget(self) -> None:
-        """Forget what the engine has cached; a disk tier's server also forgets its CPU memory."""
+        """Reset the engine's cache; restart a server with a disk tier to empty its memory."""
         if self._store is not None and self._store.is_disk:
             self._store.stop()
             self._store.start()
@@ -239,20 +239,20 @@ class Engine:
         began = time.monotonic()
         while time.monotonic() - began < WITHIN_S:
             self.reset()
-            if self.ask(prompt(CHUNK_TOKENS + 1, 900), 1).cached:
+            if self.generate(prompt(CHUNK_TOKENS + 1, 900), 1).cached:
                 return
             time.sleep(0.1)
-        raise RuntimeError("the store is not found again after its restart")
+        raise RuntimeError("the store is not used after its restart")
 
     def warm_up(self, tokens: int) -> None:
         for length, seed in ((CHUNK_TOKENS, 900), (tokens, 901), (tokens, 902)):
-            self.ask(prompt(length + 1, seed), 4)
+            self.generate(prompt(length + 1, seed), 4)
             self.settle()
         self.reset()
-        self.ask(prompt(tokens + 1, 901), 1)
+        self.generate(prompt(tokens + 1, 901), 1)
 
     def decode_ms(self, number: int) -> float:
-        """Return milliseconds of a step of some requests, which fill chunks meanwhile."""
+        """Return milliseconds of a decoding step of some requests, which fill chunks meanwhile."""
         from vllm import SamplingParams
 
         first = 5000 + number * DECODE_REQUESTS
@@ -271,7 +271,7 @@ class Engine:
 
 
 def apart(one: dict[int, float], other: dict[int, float]) -> float:
-    """Return the greatest difference of log probabilities; -1: the best tokens are others."""
+    """Return the largest difference of log probabilities; -1 if the best tokens differ."""
     if one.keys() != other.keys():
         return -1.0
     return max((abs(one[token] - other[token]) for token in one), default=0.0)
@@ -285,7 +285,7 @@ def transfer_of(order: dict[str, Any], store: Store | None) -> dict[str, Any] | 
         return {
             "kv_connector": "OffloadingConnector", "kv_role": "kv_both",
             "kv_connector_extra_config": {
-                "cpu_bytes_to_use": order["room"], "block_size": CHUNK_TOKENS,
+                "cpu_bytes_to_use": order["capacity_bytes"], "block_size": CHUNK_TOKENS,
             },
         }  # fmt: skip
     extra = {
@@ -307,7 +307,7 @@ def engine_of(order: dict[str, Any], store: Store | None) -> Any:
     transfer = transfer_of(order, store)
     most = max(
         max(order["lengths"]), WARM_UP_TOKENS, DECODE_PROMPT + DECODE_FIRST + DECODE_STEPS
-    )  # and what is generated
+    )  # plus generated tokens
     more: dict[str, Any] = {"enforce_eager": True, "dtype": "float32", "block_size": 32}
     if order["device"] == "cuda":
         sizes = {"cudagraph_capture_sizes": [1, 2, 4, 8]}
@@ -324,15 +324,15 @@ def engine_of(order: dict[str, Any], store: Store | None) -> Any:
 
 
 def fill(engine: Engine, ids: list[int]) -> list[int]:
-    """Ask until the whole prompt comes from the store; return what was cached each time.
+    """Repeat the prompt until all of it is stored; return the cached tokens each time.
 
-    Prefill makes KV faster than it is stored: what finds no room is dropped, and stored when it
-    is computed again.
+    Prefill is faster than storing: chunks without buffer space are dropped, and stored when they
+    are computed again.
     """
     cached = []
     for _ in range(FILLS):
         engine.reset()
-        cached.append(engine.ask(ids, RESULT_TOKENS).cached)
+        cached.append(engine.generate(ids, RESULT_TOKENS).cached)
         engine.settle()
         if cached[-1] == len(ids) - 1:
             break
@@ -340,21 +340,21 @@ def fill(engine: Engine, ids: list[int]) -> list[int]:
 
 
 def measure_prompt(engine: Engine, tokens: int, *, has_control: bool) -> dict[str, Any]:
-    """Return what a prompt of so many tokens and one takes: computed, and after a reset."""
+    """Measure a prompt of *tokens* + 1: computed, and after a reset."""
     ids = prompt(tokens + 1, tokens)
-    cold = engine.ask(ids, 1)
+    cold = engine.generate(ids, 1)
     engine.settle()
-    own = engine.ask(ids, RESULT_TOKENS, BEST)  # from vLLM's own cache
+    own = engine.generate(ids, RESULT_TOKENS, BEST)  # from vLLM's own cache
     engine.settle()
     filled = fill(engine, ids) if engine.connector is not None else []
     again, load_ms = [], []
     for _ in range(REPEATS):
         engine.forget()
         before = engine.load_ms
-        again.append(engine.ask(ids, 1))
+        again.append(engine.generate(ids, 1))
         load_ms.append(engine.load_ms - before)
     engine.forget()
-    hit = engine.ask(ids, RESULT_TOKENS, BEST)
+    hit = engine.generate(ids, RESULT_TOKENS, BEST)
     found = {
         "tokens": tokens, "cold_ms": cold.ms, "filled": filled,
         "hit_ms": [one.ms for one in again], "load_ms": load_ms,
@@ -363,9 +363,9 @@ def measure_prompt(engine: Engine, tokens: int, *, has_control: bool) -> dict[st
     }  # fmt: skip
     if has_control:
         other = prompt(CONTROL_TOKENS, 77) + ids[CONTROL_TOKENS:]
-        found["control_apart"] = apart(own.best, engine.ask(other, 1, BEST).best)
+        found["control_apart"] = apart(own.best, engine.generate(other, 1, BEST).best)
         engine.settle()
-    print(json.dumps(found), file=sys.stderr, flush=True)  # should what follows fail
+    print(json.dumps(found), file=sys.stderr, flush=True)  # kept if a later step fails
     return found
 
 
@@ -376,7 +376,7 @@ def measure(order: dict[str, Any], store: Store | None) -> dict[str, Any]:
     worker = engine.worker if store is not None else None
     refusal = getattr(worker, "_refusal", "")
     if refusal:
-        raise RuntimeError(f"the connector refuses: {refusal}")
+        raise RuntimeError(f"the connector refused: {refusal}")
     engine.warm_up(min(WARM_UP_TOKENS, max(order["lengths"])))
     result["prompts"] = [
         measure_prompt(engine, tokens, has_control=tokens == min(order["lengths"]))
@@ -392,21 +392,21 @@ def measure(order: dict[str, Any], store: Store | None) -> dict[str, Any]:
 
 
 def main() -> None:
-    answers = os.fdopen(os.dup(1), "w")
-    os.dup2(2, 1)  # what vLLM prints is no answer
+    results = os.fdopen(os.dup(1), "w")
+    os.dup2(2, 1)  # keeps vLLM's prints out of the results
     order = json.loads(sys.stdin.readline())
     store = None
     if order["engine"] == "kvstore":
-        store = Store(order["tiers"], order["room"], Path(order["folder"]))
+        store = Store(order["tiers"], order["capacity_bytes"], Path(order["folder"]))
         store.start()
     try:
         result = measure(order, store)
-        print(json.dumps(result), file=answers, flush=True)
+        print(json.dumps(result), file=results, flush=True)
     finally:
         if store is not None:
             store.stop()
     sys.stderr.flush()
-    os._exit(0)  # threads of engines may hang at the end; everything is written
+    os._exit(0)  # engine threads may hang at exit
 
 
 if __name__ == "__main__":

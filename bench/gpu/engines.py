@@ -1,8 +1,8 @@
 """A real vLLM on one CUDA device: ``python -m bench.gpu engines [--json] [--lengths 8192,32768]``.
 
-Time to first token of prompts that are computed, that come from our store's tiers and from vLLM's
-own offloading; decoding with stores and without. Random weights; one engine at a time, in a
-process of its own.
+Time to first token of prompts that are computed, loaded from our store's tiers, or from vLLM's own
+offloading; decoding with stores and without. Random weights; one engine at a time, each in its own
+process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ WARM_UP_TOKENS = 4096
 DECODE_REQUESTS, DECODE_ROUNDS = 8, 8
 """The first round warms up."""
 DECODE_PROMPT, DECODE_FIRST, DECODE_STEPS = 257, 8, 512
-"""Tokens of a prompt, steps that are not timed, and steps that are."""
+"""Tokens of a prompt, untimed steps, and timed steps."""
 DECODE_CHUNKS = (DECODE_PROMPT + DECODE_FIRST + DECODE_STEPS - 1) // CHUNK_TOKENS
 NONE, KVSTORE, OFFLOADING = "none", "kvstore", "offloading"
 DECODE, RECOMPUTE, OFFLOAD, TOKENS = KEYS = (
@@ -46,11 +46,11 @@ DECODE, RECOMPUTE, OFFLOAD, TOKENS = KEYS = (
 )  # fmt: skip
 TIERS = ("cpu", "gpu,cpu", "cpu,disk")
 LEAST_S = 60.0
-"""What an engine needs at least: with less left of the budget it is not started."""
+"""Least time left of the budget to start an engine."""
 SHARED_MEMORY, MODEL_BYTES = Path("/dev/shm"), 40 << 30
-"""Where weights are read fastest, if it has room for twice the largest model."""
+"""Folder for the weights if it has space for twice the largest model."""
 _ENVIRONMENT = (
-    # In one process: what the connector says can be read, and nothing is started twice.
+    # One process: the connector's state is readable, and nothing starts twice.
     "VLLM_ENABLE_V1_MULTIPROCESSING=0", "VLLM_USE_FLASHINFER_SAMPLER=0", "VLLM_NO_USAGE_STATS=1",
     "VLLM_LOGGING_LEVEL=WARNING", "HF_HUB_OFFLINE=1",
 )  # fmt: skip
@@ -72,22 +72,22 @@ def token_bytes(size: str) -> int:
     return 2 * 2 * layers * min(KV_HEADS, heads) * HEAD_DIM
 
 
-def room_bytes(size: str, lengths: Sequence[int]) -> int:
-    """Bytes that hold all that one engine stores, and half as much again."""
+def capacity_bytes(size: str, lengths: Sequence[int]) -> int:
+    """Return 1.5 times the bytes that one engine stores."""
     decoded = DECODE_REQUESTS * DECODE_ROUNDS * (DECODE_PROMPT + DECODE_FIRST + DECODE_STEPS)
     tokens = sum(lengths) + min(lengths) + 2 * WARM_UP_TOKENS + decoded
     return tokens * token_bytes(size) * 3 // 2 + (512 << 20)
 
 
-# --- what the runs say
+# --- results
 
 
 class NoValueError(Exception):
-    """Why a key has no value."""
+    """The reason why a key has no value."""
 
 
 class Summary:
-    """The values of a run. ``ours`` is the engine whose hits count; others are in the table."""
+    """The values of a run. *ours*: the engine for the keys; others are only in the table."""
 
     def __init__(self, results: Mapping[str, Result], failed: Mapping[str, str], ours: str) -> None:
         self._results, self._failed, self._ours = results, failed, ours
@@ -98,7 +98,7 @@ class Summary:
         return self._results[name]
 
     def _times(self, name: str) -> dict[int, float]:
-        """Return the median ms of each length: of full hits, or computed without a store."""
+        """Return the median ms by length, of full hits or without a store."""
         found = {}
         for run in self._result(name)["prompts"]:
             share = share_of(run)
@@ -126,9 +126,9 @@ class Summary:
         runs = [(name, run) for name, one in self._results.items() for run in one["prompts"]]
         controls = [run["control_apart"] for _, run in runs if "control_apart" in run]
         if not controls or 0.0 in controls:
-            raise NoValueError("the control, whose KV is another, did not differ")
+            raise NoValueError("the control, with other KV, gave the same result")
         plain = {run["tokens"]: run["own_tokens"] for run in self._result(NONE)["prompts"]}
-        # Where part was computed, that gives other tokens now and then.
+        # Partial hits give other tokens now and then.
         whole = [(name, run) for name, run in runs if name == NONE or share_of(run) == 1.0]
         wrong = [
             f"{name} at {run['tokens']}"
@@ -137,13 +137,13 @@ class Summary:
         ]
         compared = sum(name != NONE for name, _ in whole)
         if not compared:
-            raise NoValueError("there was no full hit")
-        text = f"others: {', '.join(wrong)}" if wrong else f"{compared} full hits"
+            raise NoValueError("no full hit")
+        text = f"different: {', '.join(wrong)}" if wrong else f"{compared} full hits"
         return float(not wrong), text, "vLLM's own cache, and no store"
 
 
 def share_of(run: Mapping[str, Any]) -> float:
-    """Return the least share of a prompt's whole chunks that was not computed."""
+    """Return the least share of a prompt's whole chunks that was cached."""
     return float(min(run["cached"]) / run["tokens"])
 
 
@@ -153,8 +153,8 @@ def add_notes(report: Report, name: str, result: Result) -> None:
         parts = [f"ms: {times}; cold {run['cold_ms']:.1f}", f"hit share {share_of(run):.2f}"]
         if run["filled"]:
             parts.append(f"{run['filled'][0] / run['tokens']:.2f} stored at once")
-        parts.append(f"{median(run['load_ms']):.1f} of it loading")
-        parts.append(f"log probabilities {run['apart']:.4f} apart (-1: other tokens)")
+        parts.append(f"{median(run['load_ms']):.1f} of them loading")
+        parts.append(f"log probabilities differ by {run['apart']:.4f} (-1: other tokens)")
         figure = f"{median(run['hit_ms']):.1f}"
         report.note(f"{name} {run['tokens']}", figure, "; ".join(parts))
     if result["decode_ms"]:
@@ -188,7 +188,7 @@ def summarize(
 def _lengths(text: str) -> tuple[int, ...]:
     found = tuple(sorted({int(one) for one in text.split(",")}))
     if any(one < 1024 or one % CHUNK_TOKENS for one in found):
-        raise argparse.ArgumentTypeError(f"give multiples of {CHUNK_TOKENS} from 1024 on")
+        raise argparse.ArgumentTypeError(f"use multiples of {CHUNK_TOKENS} from 1024 on")
     return found
 
 
@@ -202,7 +202,7 @@ def add_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def engines_of(plan: argparse.Namespace) -> list[tuple[str, str, str]]:
-    """Return each engine to run, what the values are made of first: its name, kind and tiers."""
+    """Return (name, kind, tiers) of each engine, those for the keys first."""
     ours = [(f"{KVSTORE} {tiers}", KVSTORE, tiers) for tiers in plan.tiers or TIERS]
     theirs = [(OFFLOADING, OFFLOADING, "")] if plan.device == "cuda" else []
     return [(NONE, NONE, ""), ours[0], *theirs, *ours[1:]]
@@ -211,37 +211,37 @@ def engines_of(plan: argparse.Namespace) -> list[tuple[str, str, str]]:
 def run_all(
     plan: argparse.Namespace, folder: Path, model: Path
 ) -> tuple[dict[str, Result], dict[str, str]]:
-    """Run every engine that there is time for; return results, and why others have none."""
+    """Run the engines that fit the budget; return results, and reasons for missing ones."""
     began, results, failed = time.monotonic(), dict[str, Result](), dict[str, str]()
     engines = engines_of(plan)
     for number, (name, kind, tiers) in enumerate(engines):
         left_s = plan.budget_s - (time.monotonic() - began)
         if left_s < LEAST_S:
-            failed[name] = f"not started: {max(0.0, left_s):.0f} s were left"
+            failed[name] = f"not started: {max(0.0, left_s):.0f} s left"
             continue
         place = folder / str(number)
         place.mkdir()
         order = {
             "engine": kind, "tiers": tiers, "model": str(model), "folder": str(place),
-            "room": room_bytes(plan.model_size, plan.lengths), "lengths": plan.lengths,
-            "device": plan.device, "backend": plan.backend,
+            "capacity_bytes": capacity_bytes(plan.model_size, plan.lengths),
+            "lengths": plan.lengths, "device": plan.device, "backend": plan.backend,
             "decodes": name in (NONE, engines[1][0]),
         }  # fmt: skip
-        said, wrong = ask_child(order, place / "log", left_s)
-        if wrong:
-            failed[name] = wrong
+        line, error = run_child(order, place / "log", left_s)
+        if error:
+            failed[name] = error
         else:
-            results[name] = json.loads(said)
+            results[name] = json.loads(line)
         if not plan.json:
-            print(f"{name}: {wrong or 'measured'}", flush=True)
+            print(f"{name}: {error or 'measured'}", flush=True)
     return results, failed
 
 
-def ask_child(order: Mapping[str, Any], log: Path, within_s: float) -> tuple[str, str]:
-    """Have a process do *order*; return its line, and what went wrong, if anything did."""
+def run_child(order: Mapping[str, Any], log: Path, within_s: float) -> tuple[str, str]:
+    """Run *order* in a child process; return its output line and the error, one of them empty."""
     words = (*_ENVIRONMENT, *(_ON_CPU if order["device"] == "cpu" else ()))
     command = ["env", *words, sys.executable, "-m", "bench.gpu.child"]
-    said, is_late = "", False
+    output, is_late = "", False
     with (
         log.open("wb") as errors,
         subprocess.Popen(
@@ -250,23 +250,23 @@ def ask_child(order: Mapping[str, Any], log: Path, within_s: float) -> tuple[str
         ) as child,
     ):  # fmt: skip
         try:
-            said, _ = child.communicate(json.dumps(order) + "\n", timeout=within_s)
+            output, _ = child.communicate(json.dumps(order) + "\n", timeout=within_s)
         except subprocess.TimeoutExpired:
             is_late = True
-        finally:  # and whatever it started, its server above all
+        finally:  # with its server
             with suppress(ProcessLookupError):
                 os.killpg(child.pid, signal.SIGKILL)
             child.wait()
-    lines = said.splitlines()
+    lines = output.splitlines()
     if child.returncode == 0 and lines:
         return lines[-1], ""
     sys.stderr.write(log.read_text(errors="replace")[-4000:])
-    return "", "the budget was over" if is_late else f"ended with {child.returncode}"
+    return "", "over the budget" if is_late else f"exited with {child.returncode}"
 
 
 def measure_engines(report: Report, plan: argparse.Namespace) -> None:
-    has_room = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > MODEL_BYTES
-    where = str(SHARED_MEMORY) if has_room else None
+    has_space = SHARED_MEMORY.is_dir() and shutil.disk_usage(SHARED_MEMORY).free > MODEL_BYTES
+    where = str(SHARED_MEMORY) if has_space else None
     with (
         tempfile.TemporaryDirectory(prefix="kvstore-bench-") as folder,
         tempfile.TemporaryDirectory(prefix="kvstore-model-", dir=where) as model,

@@ -59,9 +59,9 @@ def _send(kind: str, size: int) -> None:
     router.sndhwm = 0
     print(router.bind_to_random_port("tcp://127.0.0.1"), flush=True)
     while True:
-        who, _ = router.recv_multipart()
+        peer, _ = router.recv_multipart()
         for at in range(0, size, MIB):
-            router.send_multipart([who, data[at : at + MIB].data], copy=False)
+            router.send_multipart([peer, data[at : at + MIB].data], copy=False)
 
 
 @contextmanager
@@ -130,8 +130,8 @@ def bare_gets(port: int, database: int, names: Sequence[bytes]) -> Iterator[Work
     """
     with socket.create_connection(("127.0.0.1", port)) as link:
 
-        def exchange(*words: bytes) -> bytes:
-            link.sendall(_command(*words))
+        def exchange(*arguments: bytes) -> bytes:
+            link.sendall(_command(*arguments))
             return link.recv(64)
 
         exchange(b"SELECT", b"%d" % database)
@@ -155,8 +155,8 @@ def bare_gets(port: int, database: int, names: Sequence[bytes]) -> Iterator[Work
         yield read
 
 
-def _command(*words: bytes) -> bytes:
-    return b"*%d\r\n" % len(words) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in words)
+def _command(*arguments: bytes) -> bytes:
+    return b"*%d\r\n" % len(arguments) + b"".join(b"$%d\r\n%b\r\n" % (len(w), w) for w in arguments)
 
 
 if __name__ == "__main__":

@@ -36,7 +36,7 @@ def last_line(text: str) -> str:
     return lines[-1][:200] if lines else "no output"
 
 
-def last_words(log: Path) -> str:
+def last_log_line(log: Path) -> str:
     return last_line(log.read_text(errors="replace"))
 
 
@@ -134,7 +134,7 @@ def _await_port(process: subprocess.Popen[bytes], port: int, log: Path) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while time.monotonic() < deadline:
         if process.poll() is not None:
-            raise PeerSkippedError(f"did not start: {last_words(log)}")
+            raise PeerSkippedError(f"did not start: {last_log_line(log)}")
         with suppress(OSError), socket.create_connection(("127.0.0.1", port), 1):
             return
         time.sleep(0.05)
@@ -165,7 +165,7 @@ class LineProcess:
             self.process.stdin.write(line.encode() + b"\n")
             self.process.stdin.flush()
         except OSError:
-            raise PeerSkippedError(f"its client exited: {last_words(self.log)}") from None
+            raise PeerSkippedError(f"its client exited: {last_log_line(self.log)}") from None
 
     def answer(self) -> dict[str, float]:
         """Return its next line of JSON, skipping other output.
@@ -182,7 +182,7 @@ class LineProcess:
                     return found
         finally:
             watch.cancel()
-        raise PeerSkippedError(f"its client exited: {last_words(self.log)}")
+        raise PeerSkippedError(f"its client exited: {last_log_line(self.log)}")
 
     def request(self, line: str) -> dict[str, float]:
         self.send(line)

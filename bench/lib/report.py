@@ -175,6 +175,6 @@ def line_chart(
     path.write_text("\n".join([head, back, *parts, "</svg>"]) + "\n")
 
 
-def _text(x: float, y: float, words: str, anchor: str = "start", colour: str = "#333333") -> str:
+def _text(x: float, y: float, text: str, anchor: str = "start", colour: str = "#333333") -> str:
     style = f'text-anchor="{anchor}" fill="{colour}"'
-    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(words)}</text>'
+    return f'<text x="{x:.1f}" y="{y:.1f}" {style}>{escape(text)}</text>'

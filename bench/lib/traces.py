@@ -57,3 +57,22 @@ def rows_of(file: Path, use: str = "score") -> list[Any]:
 
 def ids_of(tokenizer: Any, text: str) -> Ids:
     return tuple(tokenizer(text, add_special_tokens=False, verbose=False).input_ids)
+
+
+def held_out(use: str) -> list[str]:
+    """Return the texts for one *use*: ``score`` or ``calibrate``."""
+    return [row["text"] for row in rows_of(TINYLM / "heldout.jsonl", use)]
+
+
+def windows(tokenizer: Any, use: str, count: int, tokens: int) -> list[Ids]:
+    """Return *count* sequences of *tokens*: the BOS token and the start of a held-out text.
+
+    Raises ValueError when fewer texts are that long.
+    """
+    texts = (ids_of(tokenizer, text) for text in held_out(use))
+    found = [
+        (tokenizer.bos_token_id, *ids[: tokens - 1]) for ids in texts if len(ids) >= tokens - 1
+    ]
+    if len(found) < count:
+        raise ValueError(f"heldout.jsonl: {len(found)} texts of {tokens} tokens, not {count}")
+    return found[:count]

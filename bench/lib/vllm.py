@@ -76,9 +76,9 @@ class EngineProcess:
         self._send(arguments)
         assert self._receive() == "ready"
 
-    def _send(self, what: Any) -> None:
+    def _send(self, message: Any) -> None:
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(what) + "\n")
+        self._process.stdin.write(json.dumps(message) + "\n")
         self._process.stdin.flush()
 
     def _receive(self) -> Any:

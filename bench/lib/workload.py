@@ -79,14 +79,14 @@ def chunks_of(keys: Sequence[ChunkKey], tensors: Iterable[LayerTensors]) -> list
     return [Chunk(key, kv, parent=parent) for key, kv, parent in named]
 
 
-def rooms(model: Model, count: int) -> list[Any]:
+def buffers(model: Model, count: int) -> list[Any]:
     return [empty_tensors(KVLayout.of(model, 256)) for _ in range(count)]
 
 
 def make_chunks(client: Client, count: int, seed: int) -> tuple[list[ChunkKey], list[Chunk]]:
     """Return *count* chained chunks of bf16 noise, each with its own memory."""
     keys, rng = keys_of(client, count, seed), np.random.default_rng(seed)
-    tensors = rooms(client.model, count)
+    tensors = buffers(client.model, count)
     for part in arrays(tensors):
         part[...] = rng.standard_normal(part.shape, np.float32).view(np.uint32) >> 16
     return keys, chunks_of(keys, tensors)
@@ -113,8 +113,8 @@ def chunk_bytes(chunks: Sequence[Chunk]) -> int:
 
 
 def check(chunks: Sequence[Chunk], out: Sequence[LayerTensors]) -> None:
-    for part, room in zip(arrays_of(chunks), arrays(out), strict=True):
-        if not np.array_equal(part, room):
+    for part, target in zip(arrays_of(chunks), arrays(out), strict=True):
+        if not np.array_equal(part, target):
             raise AssertionError("wrong bytes")
 
 

@@ -1,7 +1,7 @@
-"""Our store beside LMCache, Mooncake Store and plain Redis, on one machine.
+"""Our store against LMCache, Mooncake Store and plain Redis, on one machine.
 
-Both sides of a ratio run in turns in one run, and the median of each counts. Ours is verified as
-always. Each peer runs in a virtual environment of its own, which the first run makes.
+Both sides of a ratio alternate in one run; the median of each counts. Our reads are verified. Each
+peer has its own virtual environment, made by the first run.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ BARS = {
     "store_vs_mooncake_tcp": 1.5,
     "readable_under_writes": 1.0,
 }
-"""What each has to reach; burst_lost has to be 0."""
+"""Lower bars; burst_lost must be 0."""
 KEYS = {
     "disk": ("disk_load_vs_lmcache_fs_native", "disk_store_vs_lmcache_fs_native",
              "disk_load_limit_vs_lmcache_fs_native"),
@@ -66,17 +66,17 @@ KEYS = {
     "mooncake": ("retrieve_vs_mooncake_tcp", "store_vs_mooncake_tcp",
                  "retrieve_limit_vs_mooncake_tcp"),
 }  # fmt: skip
-"""By part, what is left out without its peer: a load, a store, and a load by bare loops."""
+"""By part, the keys skipped without its peer: a load, a store, and a load by bare loops."""
 ROUNDS = 3
-"""Of each side, in turns; a round repeats its work a few times itself."""
+"""Rounds of each side, in turns; a round repeats its work a few times."""
 OBJECTS, OBJECT_BYTES, REQUESTS = 64, 2 * MIB, 8
 STORE_THREADS = 4
-"""As many as fs_native has; the server stores with one for each medium."""
+"""As in fs_native; the server stores with one thread for each tier."""
 READABLE_KEYS = 16
 FLOOD_S, READ_S, SETTLE_S = 3.0, 5.0, 2.0
-"""The first is the writer's lead: what is to be read is out of CPU memory by then."""
+"""The first is the writer's lead, which evicts the chunks to be read from CPU memory."""
 WRITES = f"100000 100 {FLOOD_S + READ_S}"
-"""The first number, chunks of 1 MiB a second, and for how long."""
+"""First chunk number, chunks of 1 MiB a second, and seconds."""
 CPU_GIB = 0.125
 _BASE = np.random.default_rng(5).integers(0, 1 << 16, (2, 8, 256, 128), dtype=np.uint16)
 _WRITER = "import sys; from bench.peers.__main__ import write_for; write_for(*sys.argv[1:])"
@@ -85,13 +85,13 @@ scratch = partial(TemporaryDirectory, prefix="kvstore-peers-")
 
 @dataclass(slots=True)
 class Side:
-    """The seconds of each store and load of one side, and what was measured.
+    """The seconds of each store and load of one side.
 
-    The median counts: where a new file's pages come from makes one and the same store ten
-    times as fast as another, so that the best of few says little.
+    The median counts: new pages make one store ten times as fast as another, so the best of few is
+    not representative.
     """
 
-    words: str
+    what: str
     store_s: list[float] = field(default_factory=list)
     load_s: list[float] = field(default_factory=list)
 
@@ -101,12 +101,12 @@ class Side:
 
     def speed(self, size_bytes: int, seconds: Sequence[float]) -> str:
         mean, best = (size_bytes / one / 1e9 for one in (median(seconds), min(seconds)))
-        return f"{mean:.2f} GB/s (best {best:.2f}), {self.words}"
+        return f"{mean:.2f} GB/s (best {best:.2f}), {self.what}"
 
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """Where files go, and what is reported."""
+    """The folder for files, and the report."""
 
     folder: Path
     report: Report
@@ -118,11 +118,11 @@ class Run:
     def add_speeds(self, keys: Sequence[str], size: int, ours: Side, theirs: Side) -> None:
         pairs = [(ours.load_s, theirs.load_s), (ours.store_s, theirs.store_s)]
         for key, (mine, other) in zip(keys, pairs, strict=False):
-            words = ours.speed(size, mine), theirs.speed(size, other)
-            self.add(key, median(other) / median(mine), *words)
+            figures = ours.speed(size, mine), theirs.speed(size, other)
+            self.add(key, median(other) / median(mine), *figures)
 
 
-# --- our side, each piece as the peer's own figure is made
+# --- our side, measured like the peer's own figures
 
 
 def make_frames(count: int, seed: int) -> list[tuple[ChunkInfo, Bytes]]:
@@ -131,7 +131,7 @@ def make_frames(count: int, seed: int) -> list[tuple[ChunkInfo, Bytes]]:
     layout, digest = KVLayout.of(model, 256), representation_digest(model)
     rng = np.random.default_rng(seed)
     frames = []
-    for tensors in workload.rooms(model, count):
+    for tensors in workload.buffers(model, count):
         for part in arrays([tensors]):
             part[...] = rng.integers(0, 1 << 16, part.shape, np.uint16)
         key = ChunkKey(rng.bytes(32))
@@ -142,10 +142,10 @@ def make_frames(count: int, seed: int) -> list[tuple[ChunkInfo, Bytes]]:
 
 
 class TierSide:
-    """One of our tiers in this process, as a peer's benchmark has its adapter.
+    """One of our tiers in this process, as a peer's benchmark runs its adapter.
 
-    Frames go in verified, as the mover copies them, by some threads, and come out as it loads
-    them: verified step by step, into memory that is there.
+    Some threads store verified frames, as the server copies them. Loads verify step by step into
+    allocated memory, as in the server.
     """
 
     def __init__(self, tier: Tier, frames: Sequence[tuple[ChunkInfo, Bytes]]) -> None:
@@ -162,10 +162,7 @@ class TierSide:
         assert self._tier.seal(reservation)
 
     def run(self, side: Side, repeats: int) -> None:
-        """Store and load *repeats* times, the latter once all is on its medium.
-
-        Files of fs_native are not brought there at all.
-        """
+        """Store and load *repeats* times, with a flush between, which fs_native does not have."""
         infos = [info for info, _ in self._frames]
         for _ in range(repeats):
             for info in infos:
@@ -185,22 +182,22 @@ class TierSide:
 
 
 def bare_loads_s(folder: Path, outs: Sequence[Bytes], threads: int, rounds: int) -> list[float]:
-    """Seconds of reading as many bytes as *outs* have out of a disk tier's extents, unverified."""
+    """Return the seconds to read the bytes of *outs* from a disk tier's extents, unverified."""
     with min((folder / "extents").iterdir()).open("rb") as file:
-        # What is read is not looked at: frames that lie in further extents are like these.
-        room = outs[: os.fstat(file.fileno()).st_size // len(outs[0])]
-        with bare_read(file.fileno(), room, threads) as read:
-            scale = len(outs) / len(room)
+        # Only the first extent is read; the time is scaled to all bytes.
+        targets = outs[: os.fstat(file.fileno()).st_size // len(outs[0])]
+        with bare_read(file.fileno(), targets, threads) as read:
+            scale = len(outs) / len(targets)
             return [scale * timed(read) for _ in range(rounds)]
 
 
 class RequestSide:
-    """A client that puts requests of the same tensors under fresh keys and gets them back."""
+    """A client that puts the same tensors under new keys and gets them back."""
 
     def __init__(self, client: Client, length: int) -> None:
         self._client = client
         _, self._chunks = workload.make_chunks(client, length, 1)
-        self._out = workload.rooms(client.model, length)
+        self._out = workload.buffers(client.model, length)
         self._seeds = count(2)
         self.size_bytes = workload.chunk_bytes(self._chunks)
 
@@ -225,13 +222,13 @@ def request_side(layers: int, length: int, *flags: str, **options: Any) -> Itera
 
 
 def _numbered(client: Client, number: int) -> Chunk:
-    """Return the chunk of 1 MiB that *number* names, a prompt of its own."""
+    """Return chunk *number* of 1 MiB, a prompt of its own."""
     (key,) = client.keys([number % (1 << 31)] * 256)
     return Chunk(key, [[list(_BASE + np.uint16(number % (1 << 16)))]])
 
 
 def write_for(address: str, first: str, per_s: str, seconds: str) -> None:
-    """Put fresh chunks of 1 MiB, *per_s* a second; print how many."""
+    """Put new chunks of 1 MiB, *per_s* a second; print their number."""
     sent = 0
     with connect(address, SMALL) as client:
         started = time.monotonic()
@@ -243,24 +240,24 @@ def write_for(address: str, first: str, per_s: str, seconds: str) -> None:
 
 
 def read_for(client: Client, count: int, seconds: float) -> tuple[int, int]:
-    """Get chunks 0 to *count* one by one, again and again; return how many, and how many right."""
-    reads = right = 0
+    """Get chunks 0 to *count* one by one, repeatedly; return the reads, and the correct ones."""
+    reads = correct = 0
     started = time.monotonic()
     while reads < count or time.monotonic() - started < seconds:
         wanted = _numbered(client, reads % count)
         found = client.get_chunks([wanted.key])
         reads += 1
-        right += len(found) == 1 and np.array_equal(arrays(found), arrays([wanted.tensors]))
-    return reads, right
+        correct += len(found) == 1 and np.array_equal(arrays(found), arrays([wanted.tensors]))
+    return reads, correct
 
 
-# --- beside each peer
+# --- comparisons
 
 
 def compare_disk(run: Run, peer: LMCache) -> None:
-    """64 objects of 2 MiB through our disk tier, and through LMCache's adapter of files."""
+    """Compare 64 objects of 2 MiB in our disk tier and in LMCache's file adapter."""
     ours, theirs = Side("disk tier in process, verified"), Side("fs_native in process")
-    bare = Side("preadv with as many threads, nothing verified")
+    bare = Side("preadv with as many threads, unverified")
     with scratch() as folder:
         disk = Path(folder) / "disk"
         tier = DiskTier((disk, OBJECTS * (OBJECT_BYTES + MIB)))
@@ -277,10 +274,10 @@ def compare_disk(run: Run, peer: LMCache) -> None:
 
 
 def compare_redis(run: Run, peer: LMCache) -> None:
-    """The same through one Redis: our tier, LMCache's adapter, and redis-py's GET."""
+    """Compare the same in one Redis: our tier, LMCache's adapter, and redis-py's GET."""
     ours, theirs = Side("Redis tier in process, verified"), Side("resp in process")
     plain = Side("redis-py GET of the same parts")
-    bare = Side("GETRANGE of the same over one bare socket, nothing verified")
+    bare = Side("GETRANGE of the same over one bare socket, unverified")
     with ExitStack() as stack:
         port = stack.enter_context(workload.redis_server())
         tier = RedisTier(f"redis://127.0.0.1:{port}/1", 1 << 30, timeout_ms=5000)
@@ -312,7 +309,7 @@ def compare_shm(run: Run, peer: LMCache) -> None:
 
 
 def compare_mooncake(run: Run, peer: Mooncake) -> None:
-    """Objects of 16 MiB, one at a time, over TCP on the loopback device."""
+    """Compare objects of 16 MiB, one at a time, over TCP on the loopback device."""
     ours = Side("put and get over tcp, verified")
     theirs = Side(f"{MOONCAKE}, put_from and get_into, TCP")
     bare = Side("a bare stream, sendall and recv_into, TCP")
@@ -331,7 +328,7 @@ def compare_mooncake(run: Run, peer: Mooncake) -> None:
 
 
 def measure_readable(run: Run, theirs: str) -> None:
-    """The share of gets of 16 chunks on disk that are right while another client writes."""
+    """Add the share of correct gets of 16 chunks on disk while another client writes."""
     with scratch() as disk:
         flags = ("--tiers", "cpu,disk", "--cpu", "128MiB", "--disk", f"3GiB:{disk}")
         with joined(*flags, model=SMALL) as client:
@@ -341,15 +338,15 @@ def measure_readable(run: Run, theirs: str) -> None:
             writer = subprocess.Popen(command, stdout=subprocess.PIPE)
             try:
                 time.sleep(FLOOD_S)
-                reads, right = read_for(client, READABLE_KEYS, READ_S)
+                reads, correct = read_for(client, READABLE_KEYS, READ_S)
                 out, _ = writer.communicate(timeout=ANSWER_TIMEOUT_S)
             finally:
                 end(writer)
     if writer.returncode:
-        raise RuntimeError(f"the writer ended with {writer.returncode}")
+        raise RuntimeError(f"the writer exited with {writer.returncode}")
     speed = int(out) / (FLOOD_S + READ_S)
-    ours = f"{right} of {reads} gets right, {speed:.0f} MiB/s written"
-    run.add("readable_under_writes", right / reads, ours, theirs)
+    ours = f"{correct} of {reads} gets correct, {speed:.0f} MiB/s written"
+    run.add("readable_under_writes", correct / reads, ours, theirs)
 
 
 def lmcache_readable(peer: LMCache) -> str:
@@ -395,7 +392,7 @@ BESIDE = {
     "readable": (measure_readable, lmcache_readable),
     "burst": (measure_burst, lmcache_burst),
 }
-"""Parts whose key needs no peer, and what says the same of LMCache."""
+"""Parts whose key needs no peer, and the same measurement of LMCache."""
 
 
 def installed(kind: Any, venvs: Path, folder: Path) -> Any:
@@ -409,27 +406,27 @@ def measure(run: Run, venvs: Path, only: Sequence[str]) -> None:
     wanted = {part: Mooncake if part == "mooncake" else LMCache for part in only}
     peers = {kind: installed(kind, venvs, run.folder) for kind in set(wanted.values())}
     for part in (part for part in (*COMPARED, *BESIDE) if part in only):
-        peer, said = peers[wanted[part]], ""
+        peer, theirs = peers[wanted[part]], ""
         try:
             if isinstance(peer, PeerSkippedError):
                 raise peer
             if part in COMPARED:
                 COMPARED[part](run, peer)
             else:
-                said = BESIDE[part][1](peer)
+                theirs = BESIDE[part][1](peer)
         except PeerSkippedError as error:
-            said = f"skipped: {error}"
+            theirs = f"skipped: {error}"
             run.report.skip(KEYS.get(part, ()), str(error))
         if part in BESIDE:
-            BESIDE[part][0](run, said)
+            BESIDE[part][0](run, theirs)
 
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, [*COMPARED, *BESIDE])
     parser.add_argument("--venvs", type=Path, default=Path("build/peers"), metavar="DIR",
-                        help="where the peers are installed; default build/peers")  # fmt: skip
+                        help="folder of the peers; default build/peers")  # fmt: skip
     flags = parser.parse_args(argv)
-    keep_freed_memory()  # as the server, whose tiers run in this process here
+    keep_freed_memory()  # as in the server: its tiers run in this process
     report = Report("peers")
     with scratch() as folder:
         measure(Run(Path(folder), report), flags.venvs.absolute(), flags.only)

@@ -1,4 +1,4 @@
-"""LMCache 0.5.6: its own benchmarks, its multiprocess server, and a client of that.
+"""LMCache 0.5.6: its own benchmarks, its multiprocess server, and a client.
 
 ``lmcache bench l2`` drives an L2 adapter inside one process. ``lmcache bench server --mode cpu``
 drives the server from a second process, which shares its KV memory with it.
@@ -27,11 +27,11 @@ from bench.lib.processes import (
 VERSION = "LMCache 0.5.6"
 CLIENT = Path(__file__).parent / "lmcache_client.py"
 TORCH = ("torch==2.13.0",)
-"""What is installed before its pins."""
+"""Installed before its pins."""
 REQUEST_SHAPE = "(2,1024,16,8,128):float16:8"
-"""Eight layers: 512 tokens of it are 16.8 MB, a request of its own benchmark."""
+"""Eight layers: 512 tokens are 16.8 MB, one request of its benchmark."""
 Adapter = Mapping[str, str | int]
-"""What its command line takes as JSON."""
+"""Passed to its command line as JSON."""
 QUIET = (
     "env", "LMCACHE_DISABLE_BANNER=1", "LMCACHE_LOG_LEVEL=WARNING", "LMCACHE_TRACK_USAGE=false",
 )  # fmt: skip
@@ -42,30 +42,30 @@ _REQUEST_STEP = re.compile(r"/(cold|warm)\] (STORE: stored|RETRIEVE: retrieved) 
 def parse_l2(text: str) -> tuple[list[float], list[float]]:
     """Return the seconds of the stores and loads that ``lmcache bench l2`` printed.
 
-    Its first round of each warms up. Raises PeerSkippedError.
+    The first round of each is a warm-up. Raises PeerSkippedError.
     """
     seconds: dict[str, list[float]] = {"Store": [], "Load": []}
-    for name, number, ms, done, wanted in _L2_ROUND.findall(text):
-        if done != wanted:
-            raise PeerSkippedError(f"its {name.lower()} did {done} of {wanted} keys")
+    for name, number, ms, done, count in _L2_ROUND.findall(text):
+        if done != count:
+            raise PeerSkippedError(f"its {name.lower()} did {done} of {count} keys")
         if number != "1":
             seconds[name].append(float(ms) / 1e3)
     if not all(seconds.values()):
-        raise PeerSkippedError(f"its report is not understood: {last_line(text)}")
+        raise PeerSkippedError(f"cannot parse its report: {last_line(text)}")
     return seconds["Store"], seconds["Load"]
 
 
 def parse_server(text: str) -> tuple[list[float], list[float]]:
     """Return the seconds of the stores and retrieves that ``lmcache bench server`` printed.
 
-    Raises PeerSkippedError, also unless the bytes of every request came back right.
+    Raises PeerSkippedError, also if a checksum differs.
     """
     seconds: dict[str, list[float]] = {}
     for kind, step, ms in _REQUEST_STEP.findall(text):
         seconds.setdefault(f"{kind} {step.partition(':')[0]}", []).append(float(ms) / 1e3)
     steps = [seconds.get(name, []) for name in ("cold STORE", "warm RETRIEVE")]
     if not all(steps):
-        raise PeerSkippedError(f"its report is not understood: {last_line(text)}")
+        raise PeerSkippedError(f"cannot parse its report: {last_line(text)}")
     if any(len(step) != text.count("CHECKSUM MATCH OK") for step in steps):
         raise PeerSkippedError("its checksums do not match")
     return steps[0], steps[1]
@@ -80,7 +80,7 @@ class LMCache:
 
     @classmethod
     def install(cls, venvs: Path, folder: Path) -> LMCache:
-        """Make its virtual environment unless it is there. Raises PeerSkippedError."""
+        """Make its virtual environment if necessary. Raises PeerSkippedError."""
         return cls(make_venv(venvs, "lmcache", TORCH), folder)
 
     def bench_l2(
@@ -107,7 +107,7 @@ class LMCache:
     def engine_server(self, memory_bytes: int, chunk_tokens: int) -> Iterator[int]:
         """Run its server for a vLLM on this host; yield its port.
 
-        The engine copies into memory that it shares with the server.
+        The engine shares memory with the server.
         """
         port, http = free_port(), free_port()
         flags = (
@@ -127,8 +127,8 @@ class LMCache:
         log = self.folder / "lmcache-server.log"
         return serving_peer([*self.command("server"), *flags, *more], [port, http], log)
 
-    def command(self, *words: str) -> list[str]:
-        return [*QUIET, str(self.python.with_name("lmcache")), *words]
+    def command(self, *arguments: str) -> list[str]:
+        return [*QUIET, str(self.python.with_name("lmcache")), *arguments]
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,8 +1,8 @@
-"""A client of LMCache's multiprocess server; runs with LMCache's own interpreter, by path.
+"""A client of LMCache's multiprocess server; runs by path in LMCache's environment.
 
-It drives the client that ``lmcache bench server`` has, one chunk of 256 tokens a request, and
-answers each line of its input with one line of JSON. What counts as delivered: a lookup that
-finds the chunk and a retrieve that succeeds; the bytes are not compared, in LMCache's favour.
+It drives the client of ``lmcache bench server``, one chunk of 256 tokens a request, and answers
+each input line with a line of JSON. A chunk is delivered if the lookup finds it and the retrieve
+succeeds; bytes are not compared, in LMCache's favour.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ from lmcache.cli.commands.bench.server_bench.client import ServerBenchClient
 from lmcache.cli.commands.bench.server_bench.config import BenchConfig
 
 SHAPE = "(2,1024,16,8,128):float16:1"
-"""One layer, so that a chunk is 1 MiB."""
+"""One layer: a chunk is 1 MiB."""
 
 
 def start(url: str, instance: int) -> ServerBenchClient:
     """Return a registered client; two clients of one server need two instance ids."""
     helpers._INSTANCE_ID_BASE = instance
-    # It asks every 50 ms whether a prefetch is done, which would be most of a read's time.
+    # Its default polls every 50 ms for a prefetch, most of a read's time.
     helpers._poll_prefetch_status.__defaults__ = (1000, 0.002)
     config = BenchConfig(
         url, "", "cpu", "lmcache_driven", 1, False, 256, SHAPE, num_blocks=1024, block_size=16
@@ -55,7 +55,7 @@ def store_all(client: ServerBenchClient, first: int, count: int) -> dict[str, fl
 
 
 def write(client: ServerBenchClient, first: int, per_s: float, seconds: float) -> dict[str, float]:
-    """Store fresh chunks from number *first* on, *per_s* of them a second."""
+    """Store new chunks from number *first* on, *per_s* a second."""
     started, sent = time.monotonic(), 0
     while time.monotonic() - started < seconds:
         store(client, first + sent)
@@ -65,7 +65,7 @@ def write(client: ServerBenchClient, first: int, per_s: float, seconds: float) -
 
 
 def read_all(client: ServerBenchClient, count: int, seconds: float) -> dict[str, float]:
-    """Read chunks 0 to *count* once each, and on for *seconds*."""
+    """Read chunks 0 to *count* once each, then repeat until *seconds* have passed."""
     started = time.monotonic()
     reads = delivered = 0
     while reads < count or time.monotonic() - started < seconds:

@@ -30,7 +30,7 @@ LIBRARIES = {
 
 @dataclass(frozen=True, slots=True)
 class Mooncake:
-    """An installed Mooncake, a scratch *folder*, and where its shared libraries lie."""
+    """An installed Mooncake, a scratch *folder*, and the path of its shared libraries."""
 
     python: Path
     folder: Path
@@ -38,7 +38,7 @@ class Mooncake:
 
     @classmethod
     def install(cls, venvs: Path, folder: Path) -> Mooncake:
-        """Make its virtual environment unless it is there. Raises PeerSkippedError."""
+        """Make its virtual environment if necessary. Raises PeerSkippedError."""
         python = make_venv(venvs, "mooncake")
         return cls(python, folder, shared_libraries(venvs, LIBRARIES))
 
@@ -58,15 +58,8 @@ class Mooncake:
             log = self.folder / "mooncake-master.log"
             stack.enter_context(serving_peer(command, [rpc, http], log))
             for task, size in (("segment", SEGMENT_BYTES), ("client", object_bytes)):
-                words = [
-                    str(self.python),
-                    "-P",
-                    str(CLIENT),
-                    task,
-                    str(free_port()),
-                    *places,
-                    str(size),
-                ]
                 log = self.folder / f"mooncake-{task}.log"
-                program = stack.enter_context(line_process([*env, *words], log))
+                arguments = ("-P", str(CLIENT), task, str(free_port()), *places, str(size))
+                command = [*env, str(self.python), *arguments]
+                program = stack.enter_context(line_process(command, log))
             yield program

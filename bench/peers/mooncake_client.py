@@ -1,8 +1,8 @@
-"""A process of Mooncake Store; runs with Mooncake's own interpreter, by path.
+"""A process of Mooncake Store; runs by path in Mooncake's environment.
 
-``segment``: lends memory to the store until its input ends. ``client``: answers each line with
-the seconds of one put and one get of an object, through the zero-copy calls and memory that was
-registered before. Every get is compared with what was put.
+``segment``: provides memory to the store until its input ends. ``client``: answers each line with
+the seconds of one put and one get of an object, by the zero-copy calls on registered memory. Every
+get is compared with the put.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ def join(port: int, metadata: str, master: str, segment_bytes: int) -> MooncakeD
         f"127.0.0.1:{port}", metadata, segment_bytes, LOCAL_BUFFER_BYTES, "tcp", "", master
     )
     if result:
-        raise SystemExit(f"setup answered {result}")
+        raise SystemExit(f"setup returned {result}")
     return store
 
 
-def say(answer: dict[str, float]) -> None:
-    print(json.dumps(answer), flush=True)
+def reply(values: dict[str, float]) -> None:
+    print(json.dumps(values), flush=True)
 
 
 def rounds(store: MooncakeDistributedStore, size: int) -> None:
@@ -39,7 +39,7 @@ def rounds(store: MooncakeDistributedStore, size: int) -> None:
     for place in places:
         if store.register_buffer(place, size):
             raise SystemExit("register_buffer failed")
-    say({"ready": 1})
+    reply({"ready": 1})
     for number, _ in enumerate(sys.stdin):
         key = f"bench-{number}"
         target[:] = bytes(size)
@@ -49,15 +49,15 @@ def rounds(store: MooncakeDistributedStore, size: int) -> None:
         got = store.get_into(key, places[1], size)
         ended = time.perf_counter()
         if put or got != size or target != source:
-            raise SystemExit(f"put answered {put}, get {got}")
-        say({"store_s": between - started, "load_s": ended - between})
+            raise SystemExit(f"put returned {put}, get {got}")
+        reply({"store_s": between - started, "load_s": ended - between})
 
 
 def main(task: str, port: str, metadata: str, master: str, size: str) -> None:
     """Run *task*; *size* is the segment's or the object's, in bytes."""
     if task == "segment":
         store = join(int(port), metadata, master, int(size))
-        say({"ready": 1})
+        reply({"ready": 1})
         sys.stdin.read()
     else:
         store = join(int(port), metadata, master, 0)

@@ -1,8 +1,8 @@
-"""What the policies hit on the traces of the checkout: the default beside leaf-LRU.
+"""Hit rates of the default eviction policy and leaf-LRU on the traces of the checkout.
 
-Blocks hit are shares of those asked for; differences are in points of 100. Replays have no
-server and no bytes, and hit the same whenever they run; times are those of one busy process.
-``--learn`` prints the lines of prior.txt instead.
+Blocks hit are shares of those requested; differences are in percentage points. Replays have no
+server and no bytes, and give the same hits at every run; times are those of one busy process.
+``--learn`` prints prior.txt instead.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstore.server.eviction.policy import EvictionPolicy, make_policy
 
 CONVERSATION = "mooncake_conversation_trace"
 BARS = {"1%": 0.100, "5%": 0.224, "10%": 0.293, "25%": 0.354}
-"""Sizes, of the trace's footprint, and the least to be hit of the conversation trace."""
+"""Sizes, as shares of the trace's footprint, and the lower bar on the conversation trace."""
 DEFAULT = "hit_density"
 COSTS_SIZE = "5%"
 HINTS_SHARE = 0.05
@@ -57,14 +57,14 @@ def compare_all(report: Report) -> None:
     report.add("worst_vs_lru", *min(gaps), "at least -0.5")
 
 
-# --- what one bit from the engine is worth
+# --- the gain of one bit from the engine
 
 
 def add_hints(report: Report) -> None:
-    """Add what is hit without a hint of reuse, with one that is right mostly, and half the time.
+    """Add the blocks hit without a reuse hint, and with one that is correct for 90 % and 50 %.
 
-    The hint says of each prompt whether any of its blocks but the first, which all share, is
-    asked for later; it is flipped for a share of the prompts.
+    The hint of a prompt is whether any of its blocks, except the first, which all share, is
+    requested later; it is flipped for a share of the prompts.
     """
     trace = read_blocks(CONVERSATION)
     none = second_half(trace, None)
@@ -85,8 +85,8 @@ def flipped(trace: BlockTrace, wrong: float) -> NDArray[np.bool_]:
     return used ^ (np.random.default_rng(_HINT_SEED).random(len(used)) < wrong)
 
 
-def second_half(trace: BlockTrace, keeps: NDArray[np.bool_] | None) -> float:
-    """Return the share of blocks hit once the first half has taught how far to trust the hint."""
+def second_half(trace: BlockTrace, hints: NDArray[np.bool_] | None) -> float:
+    """Return the share of blocks hit in the second half; the first trains the policy."""
     history = AccessHistory(trace.block_tokens)
     places = int(HINTS_SHARE * trace.blocks)
     cache = BlockReplay(HitDensityEviction(history), history, places)
@@ -94,7 +94,7 @@ def second_half(trace: BlockTrace, keeps: NDArray[np.bool_] | None) -> float:
     for at, one in enumerate(trace.requests):
         if at == len(trace.requests) // 2:
             blocks, hits = cache.blocks, cache.hit_blocks
-        reuse = 0 if keeps is None else KEEP if keeps[at] else DISCARD
+        reuse = 0 if hints is None else KEEP if hints[at] else DISCARD
         facts = InsertInfo(one.is_full, reuse=reuse, prompt_chunks=len(one.chain))
         cache.request(one.chain, one.time_s, facts)
     return (cache.hit_blocks - hits) / (cache.blocks - blocks)
@@ -104,33 +104,34 @@ def second_half(trace: BlockTrace, keeps: NDArray[np.bool_] | None) -> float:
 
 
 def stopwatch(policy: EvictionPolicy) -> list[float]:
-    """Time what it takes *policy* to name each victim and to remove it; return where the
-    microseconds are noted, one figure a victim.
+    """Time how long *policy* takes to choose and to remove each victim.
+
+    Returns a list that grows by the microseconds of each victim.
     """
     victims, remove = policy.victims, policy.remove
     spent_us: list[float] = []
-    named_s: deque[float] = deque()
+    chosen_s: deque[float] = deque()
 
-    def naming(keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
-        named_s.clear()
+    def choosing(keep: Callable[[int], bool], now_s: float) -> Iterator[int]:
+        chosen_s.clear()
         started = time.perf_counter()
         for victim in victims(keep, now_s):
-            named_s.append(time.perf_counter() - started)
+            chosen_s.append(time.perf_counter() - started)
             yield victim
             started = time.perf_counter()
 
     def removing(row: int) -> None:
         started = time.perf_counter()
         remove(row)
-        if named_s:
-            spent_us.append(1e6 * (named_s.popleft() + time.perf_counter() - started))
+        if chosen_s:
+            spent_us.append(1e6 * (chosen_s.popleft() + time.perf_counter() - started))
 
-    policy.victims, policy.remove = naming, removing  # type: ignore[method-assign]
+    policy.victims, policy.remove = choosing, removing  # type: ignore[method-assign]
     return spent_us
 
 
 def eviction_us(trace: BlockTrace, policy: str, size: str) -> tuple[float, float, int]:
-    """Return the mean and the 99th percentile in us of evictions in a replay, and how many."""
+    """Return the mean and 99th percentile in us of evictions in a replay, and their number."""
     history = AccessHistory(trace.block_tokens)
     made = make_policy(policy, history)
     spent_us = stopwatch(made)
@@ -139,8 +140,8 @@ def eviction_us(trace: BlockTrace, policy: str, size: str) -> tuple[float, float
 
 
 def bytes_per_node(policy: str) -> float:
-    """Return Python's memory for each of many chunks: a policy's, and what is remembered."""
-    make_policy(policy, AccessHistory())  # what is imported for it
+    """Return Python's memory a chunk: of a policy and its access history."""
+    make_policy(policy, AccessHistory())  # imports its modules
     tracemalloc.start()
     try:
         before = tracemalloc.get_traced_memory()[0]
@@ -159,11 +160,11 @@ def bytes_per_node(policy: str) -> float:
 
 def add_costs(report: Report, trace: str = CONVERSATION) -> None:
     mean_us, p99_us, count = eviction_us(read_blocks(trace), DEFAULT, COSTS_SIZE)
-    where = f"{count} evictions of {DEFAULT}, {trace} at {COSTS_SIZE}: to name and to remove one"
+    where = f"{count} evictions of {DEFAULT}, {trace} at {COSTS_SIZE}: to choose and to remove one"
     report.add("evict_us_mean", mean_us, where, "at most 20")
     report.add("evict_us_p99", p99_us, "the same", "at most 500")
     node_bytes = bytes_per_node(DEFAULT)
-    what = f"of {DEFAULT}, with what is remembered"
+    what = f"of {DEFAULT}, with the access history"
     report.add("bytes_per_node", node_bytes, what, "at most 200")
     found = {held: state_bytes_per_node(held=held) for held in (True, False)}
     what = f"of a cache of states, token ids left out; evicted ones {found[False]:.0f}"
@@ -184,7 +185,7 @@ PARTS: dict[str, Callable[[Report], None]] = {
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = parser_of(__doc__, PARTS)
-    parser.add_argument("--learn", action="store_true", help="print the tables of the prior")
+    parser.add_argument("--learn", action="store_true", help="print prior.txt")
     flags = parser.parse_args(argv)
     if flags.learn:
         for row in learn_prior().astype(int).reshape(-1, 20).tolist():

@@ -1,8 +1,8 @@
-"""Token hit rates of a hybrid model's cache beside the best of the published systems.
+"""Token hit rates of a hybrid model's cache against the best published systems.
 
 Replays data/traces/dev_*.jsonl at three capacities each, with the model ``hybrid-7b``. The bars are
-the better of SGLang+ and Marconi, each as its authors' artifact ran online on the same traces and
-capacities (vLLM+ is below both everywhere). No server has this cache.
+the better of SGLang+ and Marconi, from their authors' artifacts on the same traces and capacities
+(vLLM+ is below both everywhere). The server does not have this cache.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ BARS = {
 """Percent of input tokens hit, by trace and capacity in GB (10^9)."""
 PRIOR_WEIGHT = 0.3
 PROMPTS = 5_000
-"""Each ends in a node of its own, and half of them part from the one before in another."""
+"""Each ends in its own node; half of them share a prefix with the one before."""
 _PROMPT_TOKENS = 24
 _TOKEN_BYTES = 4
 
@@ -44,13 +44,13 @@ def play(lines: Iterable[SegmentLine], cache: StateCache) -> int:
 
 
 def differences() -> Iterator[tuple[float, str]]:
-    """Yield how many points of input tokens are hit above each bar, and which it is."""
+    """Yield the input tokens hit above each bar, in points, and the name of that bar."""
     for trace, bars in BARS.items():
         lines = read_segments(trace)
-        asked = max(1, sum(line.input_tokens for line in lines))
+        requested = max(1, sum(line.input_tokens for line in lines))
         for capacity_gb, bar in bars.items():
             hit = play(lines, StateCache(HYBRID_7B, capacity_gb * 10**9))
-            yield 100.0 * hit / asked - bar, f"{trace} at {capacity_gb} GB"
+            yield 100.0 * hit / requested - bar, f"{trace} at {capacity_gb} GB"
 
 
 def add_hybrid(report: Report) -> None:
@@ -75,10 +75,10 @@ def learn_prior() -> NDArray[np.float64]:
 
 
 def state_bytes_per_node(*, held: bool) -> float:
-    """Return Python's memory for each node of a cache of states, all with a state or almost none.
+    """Return Python's memory a node of a cache of states; *held*: all have a state, or almost none.
 
-    What is remembered of evicted ones is in it, and what the table knows. Left out are the token
-    ids of edges, four bytes each: they are what a node stands for, as the key of a chunk is.
+    Includes ghosts and the density table, but not the token ids of edges (four bytes each), as
+    chunk keys are not included either.
     """
     each = HYBRID_7B.state_bytes + _PROMPT_TOKENS * HYBRID_7B.kv_bytes_per_token
     rng = np.random.default_rng(1)

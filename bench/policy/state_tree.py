@@ -1,4 +1,4 @@
-"""The tree of token sequences with state checkpoints: what a hybrid model may start from."""
+"""The tree of token sequences with state checkpoints of a hybrid model."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class HybridModel(NamedTuple):
     """The recurrent (Mamba2) and attention layers of a model without grouped heads.
 
     Sizes are those of Marconi (Pan et al., MLSys 2025, section 5 and appendix), two bytes a number:
-    KV grows with the tokens, a recurrent state is of one size and of exactly one position.
+    KV grows with the tokens, a recurrent state has one size and belongs to one position.
     """
 
     state_layers: int
@@ -46,36 +46,36 @@ HYBRID_7B = HybridModel(24, 4, 4096, 128)
 
 @dataclass(slots=True, eq=False, repr=False)
 class Node:
-    """A position in some sequence: the end of an edge of tokens, with a state or without."""
+    """A position in a sequence: the end of an edge of tokens, with a state or without."""
 
     parent: Node | None
-    """None for the root, and for what is no longer known."""
+    """None for the root and for removed nodes."""
     edge: bytes
     """The tokens from the parent to here, int32 each."""
     depth: int
     """Tokens from the start of the sequence."""
     children: tuple[Node, ...] = ()
-    """In the order of their edges, no two of which begin with the same token."""
+    """Ordered by their edges, which begin with different tokens."""
     below: int = 0
-    """Resident states here and further down: KV of the edge is kept for them."""
+    """Resident states here and below; while there are any, KV of the edge is kept."""
     tick: int = 0
-    """The request that ran through last."""
+    """The last request along this node."""
     queued: int = 0
-    """What Ghosts queued it by; 0 where it is not queued."""
+    """The tick in the queue of Ghosts; 0 if not queued."""
     hits: int = 0
-    """How often a request started from it, or would have with its state."""
+    """Requests that started from it, or would have with its state."""
     next_turn: int = 0
-    """The turn of what goes on from here: one more than of what ended here, else 0."""
+    """The next turn of a conversation that ended here, else 0."""
     last_s: float | None = None
-    """When a request last used the position, or stored it; None where no state ever was."""
+    """When a request last used or stored the state here; None if there never was one."""
     kind: int = 0
-    """Its class when a request last ran through."""
+    """Its class at the last request."""
     used: int = 0
-    """The request that used its state last; 0 without one."""
+    """The last request that used its state; 0 without one."""
     marginal: int = 0
-    """Of a state: tokens from the nearest resident one above to this one."""
+    """Tokens from the nearest resident state above to this one."""
     alone: int = 0
-    """Of a state: tokens of edges that have KV for it alone."""
+    """Tokens of edges whose KV only this state needs."""
 
     @property
     def held(self) -> bool:
@@ -83,11 +83,11 @@ class Node:
         return self.used > 0
 
     def __lt__(self, other: Node) -> bool:
-        """Whether it was queued before; of one age the deeper, as what is above may be shared."""
+        """Order by the queued tick, then deeper first, as upper nodes may be shared."""
         return (self.queued, -self.depth) < (other.queued, -other.depth)
 
     def path_up(self) -> Iterator[Node]:
-        """Yield the position and those before it, without the root."""
+        """Yield the node and those above it, without the root."""
         one = self
         while one.parent is not None:
             yield one
@@ -95,48 +95,47 @@ class Node:
 
 
 class Match(NamedTuple):
-    """How far a sequence is known: whole edges, and then a part of one."""
+    """The known prefix of a sequence: whole edges, then a part of one."""
 
     path: list[Node]
-    """Nodes whose edges match entirely, from the first."""
+    """Nodes whose edges match entirely, from the root."""
     into: Node | None
-    """The child that matches only for its first *shared* tokens."""
+    """The child of which only the first *shared* tokens match."""
     shared: int
 
 
 class CheckpointTree:
     """Sequences of tokens, the positions in them that have states, and exact sizes.
 
-    KV lies on edges: an edge has it while a resident state lies at its end or further down. A
-    recurrent state is of one position, so a prompt can start only from a node that matches
-    entirely and whose state is resident (Marconi, section 4.1). Nodes without a state are
-    *ghosts*: they keep what was seen. Not thread-safe: the owner locks.
+    An edge has KV while there is a resident state at its end or below. A recurrent state belongs
+    to one position, so a prompt can start only from a node that matches entirely and has a
+    resident state (Marconi, section 4.1). Nodes without a state are *ghosts*. Not thread-safe.
     """
 
     def __init__(self, model: HybridModel) -> None:
         self.model = model
         self.root = Node(None, b"", 0)
         self.held: dict[Node, None] = {}
-        """Nodes with a state, in the order in which they got it."""
+        """Nodes with a state, in insertion order."""
         self.nodes = 0
-        """Nodes without the root."""
+        """Number of nodes without the root."""
         self.tokens = 0
         """Tokens of all edges: four bytes each."""
         self.kept_tokens = 0
-        """Those of edges with KV."""
+        """Tokens of edges with KV."""
         self.tick = 1
-        """The number of the last request: what orders uses, whatever clocks do."""
+        """The number of the last request; orders uses."""
 
-    # --- questions
+    # --- reading
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the states, and of KV that is kept for them."""
+        """Bytes of the states and of their KV."""
         kv_bytes = self.kept_tokens * self.model.kv_bytes_per_token
         return len(self.held) * self.model.state_bytes + kv_bytes
 
     def match(self, tokens: Tokens) -> Match:
-        """Return how far *tokens* [n] is known."""
+        """Return the known prefix of *tokens* [n]."""
         path: list[Node] = []
         node, whole = self.root, _bytes_of(tokens)
         while node.depth < len(tokens):
@@ -154,21 +153,21 @@ class CheckpointTree:
     # --- sequences
 
     def extend(self, match: Match, tokens: Tokens) -> tuple[Node, Node]:
-        """Make *tokens*, which *match* is of, known as a whole.
+        """Add all of *tokens*, whose known prefix is *match*.
 
-        Returns where they leave what was known (the end of *match*, split off where it lay
-        inside an edge), and the node they end at; one node where all was known.
+        Returns the node at the end of *match* (an edge is split if necessary) and the node at the
+        end of *tokens*; the same node if all were known.
         """
-        leaves = match.path[-1] if match.path else self.root
+        fork = match.path[-1] if match.path else self.root
         if match.into is not None:
-            leaves = self._split(match.into, match.shared)
-        if leaves.depth == len(tokens):
-            return leaves, leaves
-        end = Node(leaves, _bytes_of(tokens[leaves.depth :]), len(tokens))
-        _link(end, leaves)
+            fork = self._split(match.into, match.shared)
+        if fork.depth == len(tokens):
+            return fork, fork
+        end = Node(fork, _bytes_of(tokens[fork.depth :]), len(tokens))
+        _link(end, fork)
         self.nodes += 1
-        self.tokens += len(tokens) - leaves.depth
-        return leaves, end
+        self.tokens += len(tokens) - fork.depth
+        return fork, end
 
     def _split(self, child: Node, shared: int) -> Node:
         above, edge = child.parent, child.edge
@@ -182,10 +181,10 @@ class CheckpointTree:
         return node
 
     def forget(self, node: Node) -> None:
-        """Take out a node without a state and with at most one child, which takes its edge."""
+        """Remove a node without a state and with at most one child, which inherits its edge."""
         above = node.parent
         assert above is not None, "the root stays"
-        assert not node.held, "a resident state is not forgotten"
+        assert not node.held, "a node with a resident state is not removed"
         if node.children:
             (child,) = node.children
             child.edge = node.edge + child.edge
@@ -198,7 +197,7 @@ class CheckpointTree:
     # --- states
 
     def hold(self, node: Node) -> None:
-        """Let the state at *node*, which has none, be resident, and KV of all its path."""
+        """Make a state at *node* resident, which has none, and KV of its path."""
         alone = _only_state(node)
         self.held[node] = None
         node.used = self.tick
@@ -206,14 +205,14 @@ class CheckpointTree:
         self._weigh([node, *_next_held(node), *alone])
 
     def drop(self, node: Node) -> None:
-        """Give up the state at *node*, and KV that no other state needs. It becomes a ghost."""
+        """Drop the state at *node*, and KV that no other state needs. It becomes a ghost."""
         del self.held[node]
         node.used = 0
         self._count(node, -1)
         self._weigh([*_next_held(node), *_only_state(node)])
 
     def _count(self, node: Node, change: int) -> None:
-        """Count a state that came to a node (1) or went (-1)."""
+        """Count a state added at *node* (1) or removed (-1)."""
         tokens = 0
         for one in node.path_up():
             before, one.below = one.below, one.below + change
@@ -222,7 +221,7 @@ class CheckpointTree:
         self.kept_tokens += change * tokens
 
     def _weigh(self, nodes: Iterable[Node]) -> None:
-        """Bring up to date what the states of *nodes* are scored by."""
+        """Update ``marginal`` and ``alone`` of *nodes*."""
         for node in nodes:
             shared = node
             while shared.below == 1 and shared.parent:
@@ -236,14 +235,14 @@ _edge = attrgetter("edge")
 
 
 def _child(node: Node, first: bytes) -> Node | None:
-    """Return the child whose edge begins with a token."""
+    """Return the child whose edge begins with the token *first*."""
     at = bisect_left(node.children, first, key=_edge)
     found = node.children[at : at + 1]
     return found[0] if found and found[0].edge.startswith(first) else None
 
 
 def _link(node: Node, parent: Node) -> None:
-    """Let *node* be a child of *parent*, in place of the one whose edge begins as its own does."""
+    """Make *node* a child of *parent*, in place of one whose edge begins with the same token."""
     first, children = node.edge[:4], parent.children
     at = bisect_left(children, first, key=_edge)
     after = at + (_child(parent, first) is not None)
@@ -252,7 +251,7 @@ def _link(node: Node, parent: Node) -> None:
 
 
 def _next_held(node: Node) -> list[Node]:
-    """Return the nearest nodes below with a state."""
+    """Return the nearest nodes with a state below *node*."""
     found: list[Node] = []
     left = [child for child in node.children if child.below]
     while left:
@@ -265,7 +264,7 @@ def _next_held(node: Node) -> list[Node]:
 
 
 def _only_state(node: Node) -> list[Node]:
-    """Return the one state that all edges from *node* to some way up are kept for, if it is one."""
+    """Return the state that alone needs the KV of edges from *node* up, if there is one."""
     above = next((one for one in node.path_up() if one.below), None)
     if above is None or above.below > 1:
         return []
@@ -277,7 +276,7 @@ def _bytes_of(tokens: Tokens) -> bytes:
 
 
 def _shared(edge: Tokens, tokens: Tokens) -> int:
-    """Return how many tokens are the same from the start."""
+    """Return the length of the common prefix."""
     length = min(len(edge), len(tokens))
     differs = edge[:length] != tokens[:length]
     first = int(differs.argmax())

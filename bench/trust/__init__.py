@@ -1,1 +1,1 @@
-"""What security costs and what it holds."""
+"""Cost and effect of security."""

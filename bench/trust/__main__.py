@@ -1,7 +1,4 @@
-"""What security costs and what it holds: TLS, encryption, isolation of tenants, load, faults.
-
-Run ``python -m bench.trust``; ``--only NAME`` runs some parts.
-"""
+"""Cost and effect of security: TLS, encryption, isolation of tenants, load, faults."""
 
 from __future__ import annotations
 
@@ -23,13 +20,13 @@ from bench.lib.workload import (
     MODEL,
     SMALL,
     TINY,
+    buffers,
     check,
     chunk_bytes,
     connect,
     joined,
     keys_of,
     make_chunks,
-    rooms,
     serving,
 )
 from bench.trust import load
@@ -39,23 +36,23 @@ from kvstore.server.security.key_files import make_key, next_key, write_keys
 
 ROUNDS, LOOKUPS, LOOKUP_CHUNKS = 15, 200, 32
 DISK_CHUNKS = 16
-"""Of 8 MiB; the servers' memory holds half of them, so that each get reads the disk."""
+"""Chunks of 8 MiB; the servers' memory holds half of them, so each get reads the disk."""
 PROBES, PROBE_CHUNKS, PROBE_PROMPTS = 2000, 512, 20
 PROBE_TRIES = 9
-"""Times that each probe is sent; the shortest counts."""
+"""Repeats of each probe; the shortest counts."""
 VICTIM_PROMPTS, VICTIM_GETS = 12, 400
-"""Of one chunk of 1 MiB each: a bit less than the victim is guaranteed."""
+"""Prompts of one chunk of 1 MiB each: a little less than the victim's guarantee."""
 NOISE_CHUNKS = 300
-"""Chunks of 1 MiB that the neighbour puts meanwhile, at least."""
+"""Least number of chunks of 1 MiB that the neighbour puts meanwhile."""
 
 
 class Tenants:
-    """API keys of some tenants, in a file that a server is started with."""
+    """API keys of some tenants, in a file for a server."""
 
     def __init__(self, folder: Path, *tenants: str) -> None:
-        made = [make_key(name, ("read", "write"), os.urandom, time()) for name in tenants]
-        self._keys = dict(zip(tenants, (text for text, _ in made), strict=True))
-        write_keys(folder / "api-keys", [row for _, row in made])
+        created = [make_key(name, ("read", "write"), os.urandom, time()) for name in tenants]
+        self._keys = dict(zip(tenants, (text for text, _ in created), strict=True))
+        write_keys(folder / "api-keys", [row for _, row in created])
         self.flags = ("--auth-keys", str(folder / "api-keys"))
 
     def client(
@@ -67,19 +64,19 @@ class Tenants:
 
 
 def own_certificate(folder: Path) -> tuple[str, ...]:
-    """Write a certificate for localhost that signs itself; return the server's flags."""
+    """Write a self-signed certificate for localhost; return the server's flags."""
     certificate, key = folder / "server.crt", folder / "server.key"
-    words = (
+    arguments = (
         "req -x509 -newkey ec -pkeyopt ec_paramgen_curve:P-256 -nodes -days 2 -subj /CN=localhost"
     )
     names = ("-addext", "subjectAltName=DNS:localhost", "-keyout", key, "-out", certificate)
-    subprocess.run(["openssl", *words.split(), *names], check=True, capture_output=True)
+    subprocess.run(["openssl", *arguments.split(), *names], check=True, capture_output=True)
     key.chmod(0o600)
     return ("--tls-cert", str(certificate), "--tls-key", str(key))
 
 
 def measure_tls(report: Report, folder: Path) -> None:
-    """Add ``tls_auth_cost_on_lookups``: the share of a lookup's time that both add, over gRPC."""
+    """Add ``tls_auth_cost_on_lookups``: the share that both add to a lookup over gRPC."""
     tenants = Tenants(folder, "acme")
     with ExitStack() as stack:
         memory = ("--tiers", "cpu", "--cpu", "64MiB")
@@ -105,10 +102,10 @@ def _look_up(client: Client, keys: Sequence[ChunkKey]) -> None:
 
 
 def measure_encryption(report: Report, folder: Path) -> None:
-    """Add ``encryption_cost_on_disk_gets``: the share of a get's time that encryption adds.
+    """Add ``encryption_cost_on_disk_gets``: the share that encryption adds to a get.
 
-    Two servers, with and without keys, take turns; the page cache holds their files. Through gRPC
-    both do the same but for decrypting.
+    Two servers, with and without keys, alternate; the page cache holds their files. Over gRPC they
+    differ in decryption only.
     """
     write_keys(folder / "keys", [next_key([], np.random.bytes, time())])
     secret = ("--encryption-keys", str(folder / "keys"))
@@ -123,14 +120,14 @@ def measure_encryption(report: Report, folder: Path) -> None:
 
 @contextmanager
 def _disk_gets(disk: Path, *flags: str) -> Iterator[tuple[Callable[[], float], int]]:
-    """Yield gets of all chunks of a server, which return their seconds, and how many bytes."""
+    """Yield a timed get of all chunks of a server, and the number of bytes."""
     memory = ("--cpu", "88MiB", "--limits", "cpu_slab_bytes=44MiB", "--policy", "lru")
     with joined(*memory, "--disk", f"1GiB:{disk}", *flags, transport="grpc") as client:
         made = [make_chunks(client, 1, seed) for seed in range(DISK_CHUNKS)]
         keys, chunks = ([one for (one,) in column] for column in zip(*made, strict=True))
         for chunk in chunks:
             client.put_chunks([chunk], durable=True)
-        out = rooms(MODEL, DISK_CHUNKS)
+        out = buffers(MODEL, DISK_CHUNKS)
 
         def get() -> None:
             for half in (slice(0, DISK_CHUNKS // 2), slice(DISK_CHUNKS // 2, DISK_CHUNKS)):
@@ -142,11 +139,11 @@ def _disk_gets(disk: Path, *flags: str) -> Iterator[tuple[Callable[[], float], i
 
 
 def measure_timing(report: Report, folder: Path) -> None:
-    """Add ``cross_tenant_auc`` and ``same_tenant_auc``: whether the time of a lookup tells what is
-    stored, to another tenant and, as the control, to the one who stored it.
+    """Add ``cross_tenant_auc`` and ``same_tenant_auc``: how well lookup times reveal what is
+    stored, to another tenant and, as the control, to the tenant who stored it.
 
-    Half of the probes are about prompts that the victim stored. The figure is the area under the
-    ROC curve; 0.5 tells nothing.
+    Half of the probes are for prompts that the victim stored. The figure is the area under the
+    ROC curve; 0.5 is chance.
     """
     tenants = Tenants(folder, "victim", "curious")
     flags = ("--tiers", "cpu", "--cpu", "256MiB", *tenants.flags)
@@ -174,14 +171,14 @@ def _probe(client: Client) -> tuple[float, float, float]:
     seeds = rng.integers(0, PROBE_PROMPTS, PROBES) + np.where(is_stored, 0, 10_000)
     taken_us = np.empty(PROBES)
     for at, seed in enumerate(seeds.tolist()):
-        ask = partial(client.lookup, keys=keys[seed])
-        taken_us[at] = 1e6 * min(timed(ask) for _ in range(PROBE_TRIES))
+        look_up = partial(client.lookup, keys=keys[seed])
+        taken_us[at] = 1e6 * min(timed(look_up) for _ in range(PROBE_TRIES))
     stored, others = taken_us[is_stored], taken_us[~is_stored]
     return auc(stored, others), float(np.median(stored)), float(np.median(others))
 
 
 def auc(stored: NDArray[np.float64], others: NDArray[np.float64]) -> float:
-    """Return the chance that one of *stored* is larger than one of *others*; ties count half."""
+    """Return the probability that one of *stored* exceeds one of *others*; ties count half."""
     ordered = np.sort(others)
     below = np.searchsorted(ordered, stored, "left")
     up_to = np.searchsorted(ordered, stored, "right")
@@ -189,8 +186,8 @@ def auc(stored: NDArray[np.float64], others: NDArray[np.float64]) -> float:
 
 
 def measure_neighbour(report: Report, folder: Path) -> None:
-    """Add ``noisy_neighbour_hit_loss``: the share of its hits that a tenant within its guarantee
-    loses while another puts far more than fits.
+    """Add ``noisy_neighbour_hit_loss``: the share of hits that a tenant within its guarantee loses
+    while another puts far more than fits.
     """
     tenants = Tenants(folder, "victim", "noisy")
     flags = (
@@ -218,7 +215,7 @@ def measure_neighbour(report: Report, folder: Path) -> None:
 
 
 def _hit_share(client: Client) -> float:
-    """Get the victim's prompts, putting what is missing; return the share that was there."""
+    """Get the victim's prompts and put missing ones; return the share of hits."""
     made = [make_chunks(client, 1, seed) for seed in range(VICTIM_PROMPTS)]
     hits = 0
     for number in np.random.default_rng(3).integers(0, VICTIM_PROMPTS, VICTIM_GETS).tolist():

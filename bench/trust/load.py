@@ -1,8 +1,8 @@
-"""What a server holds: connections, lookups a second, goodput in overload; and what faults cost.
+"""Load limits of a server: connections, lookups a second, goodput in overload; fault recovery.
 
-The callers are threads of one process, so figures are of both sides. Overload is by gRPC, where
-callers are other machines: the server has half of the cores then, and they the rest. What is lost
-when they share all cores is reported too.
+Callers are threads of one process, so figures include both sides. Overload uses gRPC, where callers
+are other machines: the server gets half of the cores and the callers the rest. Goodput with shared
+cores is reported too.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ IDLE, ACTIVE, KEYS = 1000, 64, 32
 STEADY_PER_S, STEADY_S = 1000, 6.0
 PEAK_CALLERS, PEAK_S = 16, 4.0
 HEAVY_KEYS = 1024
-"""Of a lookup that costs the server far more than its caller."""
+"""Keys of a lookup that costs the server far more than its caller."""
 OVERLOAD, OVERLOADS, OVERLOAD_S = 3, 5, 3.0
 DEADLINES_S = {"overload_goodput": 1.0, "overload_goodput_half_s": 0.5}
 SHARED_KEY = "overload_goodput_shared"
-"""Goodput within a second where the callers take the server's cores from it."""
+"""Goodput within a second while callers share the server's cores."""
 SERVICE = "/kvstore.v1.KVStore/"
 
 
 class Caller:
-    """A bare gRPC connection with a session, for idle ones and for more than is reasonable."""
+    """A bare gRPC connection with a session, for idle sessions and for overload."""
 
     def __init__(self, address: str) -> None:
         self._channel = grpc.insecure_channel(address, [("grpc.use_local_subchannel_pool", 1)])
@@ -65,30 +65,30 @@ class Caller:
         return self._channel.unary_unary(SERVICE + name, None, None)
 
     def prepare(self, keys: Sequence[ChunkKey]) -> None:
-        """Have a lookup of *keys* be what is asked."""
+        """Prepare a lookup of *keys*."""
         request = pb.LookupRequest(session_id=self._session_id)
         request.digests = b"".join(key[16:] for key in keys)
-        self._question = request.SerializeToString()
+        self._request = request.SerializeToString()
 
     def begin(self, timeout_s: float, done: Callable[[bool], None]) -> None:
-        """Ask; *done* is told whether an answer came in time."""
-        call = self._lookup.future(self._question, timeout=timeout_s)
+        """Start the lookup; *done* gets whether the reply came in time."""
+        call = self._lookup.future(self._request, timeout=timeout_s)
         call.add_done_callback(lambda call: done(call.code() is grpc.StatusCode.OK))
 
     def look_up(self) -> bool:
-        """Ask and wait; False for anything but an answer."""
-        return _is_answered(self._lookup, self._question)
+        """Return whether the lookup succeeded."""
+        return _succeeds(self._lookup, self._request)
 
     def is_alive(self) -> bool:
-        """Whether the session still answers."""
+        """Whether the session still exists."""
         request = pb.HeartbeatRequest(session_id=self._session_id).SerializeToString()
-        return _is_answered(self._method("Heartbeat"), request)
+        return _succeeds(self._method("Heartbeat"), request)
 
     def close(self) -> None:
         self._channel.close()
 
 
-def _is_answered(method: Any, request: bytes) -> bool:
+def _succeeds(method: Any, request: bytes) -> bool:
     try:
         method(request, timeout=20)
     except grpc.RpcError:
@@ -97,8 +97,8 @@ def _is_answered(method: Any, request: bytes) -> bool:
 
 
 def measure_load(report: Report, _: Path) -> None:
-    """Add ``idle_connections``, ``lookups_per_s`` and ``lookup_p99_ms``, both once more with
-    ``grpc_`` before it, the keys of DEADLINES_S and SHARED_KEY.
+    """Add ``idle_connections``, ``lookups_per_s`` and ``lookup_p99_ms`` (the latter two also as
+    ``grpc_...``), and the keys of DEADLINES_S and SHARED_KEY.
     """
     with ExitStack() as stack:
         flags = ["--tiers", "cpu", "--cpu", "256MiB", "--max-sessions", "2048"]
@@ -111,13 +111,13 @@ def measure_load(report: Report, _: Path) -> None:
             idle = list(threads.map(Caller, [address] * IDLE))
         for one in idle:
             stack.callback(one.close)
-        gc.freeze()  # a thousand callers are one process here: their collector stops all of them
+        gc.freeze()  # collections would stop all thousand callers, which share this process
         stack.callback(gc.unfreeze)
         _lookups(report, "", address, "shm", keys[:KEYS])
         _lookups(report, "grpc_", address, "grpc", keys[:KEYS])
         _overload(report, address, keys, pid)
         alive = sum(one.is_alive() for one in idle)
-        report.add("idle_connections", alive, f"sessions that still answer, of {IDLE}", "1000")
+        report.add("idle_connections", alive, f"live sessions of {IDLE}", "1000")
 
 
 def _lookups(
@@ -126,53 +126,53 @@ def _lookups(
     small = {"transport": transport, "staging_bytes": 1 << 20, "copy_threads": 1}
     with ExitStack() as stack:
         clients = [stack.enter_context(connect(address, TINY, **small)) for _ in range(ACTIVE)]
-        asks = [partial(_is_found, client, keys) for client in clients]
-        _closed(asks, 1.0)
-        times = _steady(asks, STEADY_PER_S, STEADY_S)
-        most = _closed(asks, PEAK_S)
+        calls = [partial(_is_found, client, keys) for client in clients]
+        _closed(calls, 1.0)
+        times = _steady(calls, STEADY_PER_S, STEADY_S)
+        most = _closed(calls, PEAK_S)
     p99_ms = float(np.percentile(times, 99)) if times else float("nan")
     text = f"{KEYS} keys, {len(times) / STEADY_S:.0f}/s, {ACTIVE} connections beside {IDLE} idle"
     report.add(f"{prefix}lookup_p99_ms", p99_ms, text, "50 at most")
-    report.add(f"{prefix}lookups_per_s", most, "the same, as fast as answered", "1000")
+    report.add(f"{prefix}lookups_per_s", most, "the same, closed loop", "1000")
 
 
 def _is_found(client: Client, keys: Sequence[ChunkKey]) -> bool:
-    """Whether a lookup found all; a server that has too much to do may refuse it."""
+    """Whether a lookup found all; an overloaded server may refuse it."""
     try:
         return client.lookup(keys=keys).ready == len(keys)
     except QuotaExceededError:
         return False
 
 
-def _steady(asks: Sequence[Callable[[], bool]], per_s: float, length_s: float) -> list[float]:
-    """Ask at a rate, late or not, and return how long each answer took since it was due, in ms."""
+def _steady(calls: Sequence[Callable[[], bool]], per_s: float, length_s: float) -> list[float]:
+    """Call at a fixed rate; return the ms from each due time to the reply."""
     times: list[float] = []
     started = time.perf_counter() + 0.1
 
     def work(number: int) -> None:
-        for turn in range(int(per_s * length_s / len(asks))):
-            due = started + (turn * len(asks) + number) / per_s
+        for turn in range(int(per_s * length_s / len(calls))):
+            due = started + (turn * len(calls) + number) / per_s
             time.sleep(max(0.0, due - time.perf_counter()))
-            if asks[number]():
+            if calls[number]():
                 times.append(1000 * (time.perf_counter() - due))
 
-    with ThreadPoolExecutor(len(asks)) as pool:
-        list(pool.map(work, range(len(asks))))
+    with ThreadPoolExecutor(len(calls)) as pool:
+        list(pool.map(work, range(len(calls))))
     return times
 
 
-def _closed(asks: Sequence[Callable[[], bool]], length_s: float) -> float:
-    """Have each caller ask again when it was answered; return good answers a second."""
+def _closed(calls: Sequence[Callable[[], bool]], length_s: float) -> float:
+    """Call in closed loops; return successful calls a second."""
     stop = time.perf_counter() + length_s
 
-    def work(ask: Callable[[], bool]) -> int:
+    def work(call: Callable[[], bool]) -> int:
         good = 0
         while time.perf_counter() < stop:
-            good += ask()
+            good += call()
         return good
 
-    with ThreadPoolExecutor(len(asks)) as pool:
-        return sum(pool.map(work, asks)) / length_s
+    with ThreadPoolExecutor(len(calls)) as pool:
+        return sum(pool.map(work, calls)) / length_s
 
 
 def _overload(report: Report, address: str, keys: Sequence[ChunkKey], pid: int) -> None:
@@ -190,7 +190,7 @@ def _overload(report: Report, address: str, keys: Sequence[ChunkKey], pid: int) 
 
 @contextmanager
 def _cores_apart(pid: int) -> Iterator[None]:
-    """Leave half of the cores to the process *pid*, the rest to this one; one core is both's."""
+    """Give half of the cores to process *pid*, the rest to this one; a single core is shared."""
     cores = sorted(os.sched_getaffinity(0))
     half = len(cores) // 2
     try:
@@ -204,22 +204,20 @@ def _cores_apart(pid: int) -> Iterator[None]:
 
 
 def _keep_to(cores: Sequence[int], pid: int) -> None:
-    """Have all threads of a process run on *cores*; those to come inherit it."""
+    """Pin all threads of a process to *cores*; new threads inherit it."""
     for thread in os.listdir(f"/proc/{pid}/task"):
-        with suppress(ProcessLookupError):  # it has ended meanwhile
+        with suppress(ProcessLookupError):  # the thread has ended
             os.sched_setaffinity(int(thread), cores)
 
 
 def _goodput(report: Report, key: str, callers: Sequence[Caller], deadline_s: float) -> None:
-    """Ask for as much as is answered and for three times that in turns: one machine does both
-    sides, and what it has to give changes from second to second.
-    """
-    asks = [caller.look_up for caller in callers]
-    _closed(asks, 1.0)
-    shares, times_as_many, peaks = [], [], [_closed(asks, OVERLOAD_S)]
+    """Alternate closed loops with three times their rate, as the speed of the machine varies."""
+    calls = [caller.look_up for caller in callers]
+    _closed(calls, 1.0)
+    shares, times_as_many, peaks = [], [], [_closed(calls, OVERLOAD_S)]
     for _ in range(OVERLOADS):
         per_s, good_per_s = _flood(callers, OVERLOAD * peaks[-1], deadline_s)
-        peaks.append(_closed(asks, OVERLOAD_S))
+        peaks.append(_closed(calls, OVERLOAD_S))
         beside = (peaks[-2] + peaks[-1]) / 2
         shares.append(good_per_s / beside)
         times_as_many.append(per_s / beside)
@@ -231,24 +229,24 @@ def _goodput(report: Report, key: str, callers: Sequence[Caller], deadline_s: fl
 
 
 def _flood(callers: Sequence[Caller], rate: float, deadline_s: float) -> tuple[float, float]:
-    """Ask at *rate* whatever is answered; return what was asked, and well answered, a second.
+    """Call at *rate* without waiting; return calls and good replies a second.
 
-    Answers count while it is asked: what is left then would be answered without any overload.
+    Replies count until the last call: later ones are not under overload.
     """
-    asked, good, started = int(rate * OVERLOAD_S), [0], time.perf_counter()
+    sent, good, started = int(rate * OVERLOAD_S), [0], time.perf_counter()
 
     def done(is_good: bool) -> None:
         good[0] += is_good
 
-    for turn in range(asked):
+    for turn in range(sent):
         time.sleep(max(0.0, started + turn / rate - time.perf_counter()))
         callers[turn % len(callers)].begin(deadline_s, done)
-    length_s, answered = time.perf_counter() - started, good[0]
+    length_s, replies = time.perf_counter() - started, good[0]
     time.sleep(deadline_s)
-    return asked / length_s, answered / length_s
+    return sent / length_s, replies / length_s
 
 
-# --- faults: the soak, restarts by what a disk holds, and clients that die
+# --- faults: the soak, restarts with a full disk, and killed clients
 
 MINUTES, DEATHS = 10.0, 5
 FRAME_BYTES, HELD_CHUNKS = 256 << 10, 8192
@@ -258,7 +256,7 @@ SOAK_KEYS = (
 
 
 def measure_faults(report: Report, folder: Path) -> None:
-    """Add what the soak says, ``restart_s_per_10gb`` and ``client_death_reclaim_s``."""
+    """Add the soak's figures, ``restart_s_per_10gb`` and ``client_death_reclaim_s``."""
     _soak(report)
     _restart(report, folder)
     _deaths(report, folder)
@@ -273,7 +271,7 @@ def _soak(report: Report) -> None:
     try:
         figures = json.loads(done.stdout.splitlines()[-1])["soak"]
     except (ValueError, IndexError, KeyError):
-        report.skip(SOAK_KEYS, f"the soak ended with {done.returncode}: {done.stderr[-200:]}")
+        report.skip(SOAK_KEYS, f"the soak exited with {done.returncode}: {done.stderr[-200:]}")
         return
     text = f"{MINUTES:g} min, {figures['faults']} faults, {figures['client_kills']} kills"
     for key in SOAK_KEYS:
@@ -281,7 +279,7 @@ def _soak(report: Report) -> None:
 
 
 def _restart(report: Report, folder: Path) -> None:
-    """Time the start of a server over a full disk tier, less that of an empty one."""
+    """Time the start of a server with a full disk tier, minus that with an empty one."""
     size = HELD_CHUNKS * (FRAME_BYTES + 4096) + (64 << 20)
     times = []
     for name, chunks in (("none", 0), ("full", HELD_CHUNKS)):
@@ -295,13 +293,13 @@ def _restart(report: Report, folder: Path) -> None:
             assert f"recovered_chunks={chunks}" in server.greeting
             server.kill()
         times.append(min(starts))
-    text = f"{HELD_CHUNKS} chunks of 256 KiB found again, beyond an empty start of {times[0]:.2f} s"
+    text = f"{HELD_CHUNKS} chunks of 256 KiB recovered, beyond an empty start of {times[0]:.2f} s"
     each = (times[1] - times[0]) * 10e9 / (HELD_CHUNKS * FRAME_BYTES)
     report.add("restart_s_per_10gb", each, text, "5 at most")
 
 
 def _fill(path: Path, size_bytes: int, chunks: int) -> None:
-    """Seal chunks without bytes: a start reads none."""
+    """Seal chunks without writing bytes: a start reads none."""
     tier = DiskTier((path, size_bytes), file_bytes=file_bytes_for(size_bytes, 64 << 20))
     layout = KVLayout((Component(LayerKind.attention, DType.bfloat16, 1, 1, 8, 256),))
     for number in range(chunks):

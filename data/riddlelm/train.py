@@ -269,7 +269,7 @@ def _tensors(stories: Sequence[Riddle]) -> tuple[Tensor, Tensor, Tensor]:
     resolved = torch.tensor([story.resolved for story in stories])
     asked = torch.full_like(tokens, _NO_LABEL)
     for row, story in enumerate(stories):
-        asked[row, -2 * len(story.asked) + 1 :: 2] = torch.tensor(story.answers)
+        asked[row, -2 * len(story.queried) + 1 :: 2] = torch.tensor(story.answers)
     return tokens, asked, torch.where(resolved < 0, _NO_LABEL, resolved)
 
 

@@ -41,11 +41,11 @@ from kvstore.server.blending.gates import Shadow
 from kvstore.server.blending.resolver import PromptSegment, Question, Report
 from kvstore.server.blending.scores import Context, Scores
 from kvstore.server.security.sessions import Session
+from kvstore.server.settings.values import MAX_DEADLINE_MS
 from kvstore.server.store.parallel_writes import ChunkPart
 from kvstore.server.store.reservations import PutResult
 from kvstore.server.store.store import Store
 
-MAX_DEADLINE_MS = 600_000
 MAX_REPORTED_MS = 3600e3
 _SUM_SLACK = 1.01
 """Tolerance for attention weights of a row, which sum up to 1, in 16-bit precision."""

@@ -64,8 +64,7 @@ class AuditLog:
         try:
             self._file: BinaryIO = _open(path)
         except OSError as error:
-            fix = f"{error.strerror}; name a file that this user can write"
-            raise InvalidRequestError("audit_log", str(path), fix) from None
+            raise _refusal(path, error) from None
         self._thread = Thread(target=self._run, name="audit-log", daemon=True)
         self._thread.start()
 
@@ -93,7 +92,8 @@ class AuditLog:
                 logger.error("audit log cannot be written", reason=str(error), lost=1)
                 with self._lock:
                     self._lost += lost + 1
-        self._file.close()
+        with suppress(OSError):  # logged when the lines could not be flushed
+            self._file.close()
 
     def _write(self, at_s: float, event: Event, lost: int) -> None:
         if self._file.tell() >= self._file_bytes:
@@ -107,13 +107,15 @@ class AuditLog:
             self._file.flush()
 
     def _turn_over(self) -> None:
-        self._file.close()
-        for number in range(KEPT_FILES - 1, 1, -1):
-            older = _aside(self._path, number - 1)
-            if older.exists():
-                older.replace(_aside(self._path, number))
-        self._path.replace(_aside(self._path, 1))
-        self._file = _open(self._path)
+        self._file.flush()  # a close that fails would drop the lines
+        if self._path.exists():  # otherwise the new file could not be opened the last time
+            for number in range(KEPT_FILES - 1, 1, -1):
+                older = _aside(self._path, number - 1)
+                if older.exists():
+                    older.replace(_aside(self._path, number))
+            self._path.replace(_aside(self._path, 1))
+        before, self._file = self._file, _open(self._path)
+        before.close()
 
 
 def chained(before: str, fields: dict[str, object]) -> tuple[bytes, str]:
@@ -165,6 +167,11 @@ def _parsed(line: bytes, where: str) -> tuple[dict[str, object], str]:
     return fields, digest
 
 
+def _refusal(path: Path, error: OSError) -> InvalidRequestError:
+    fix = f"{error.strerror}; name a file that this user can write"
+    return InvalidRequestError("audit_log", str(path), fix)
+
+
 def _end_of(path: Path) -> tuple[str, int]:
     """Return the hash of the last line, and the number of the next. Truncate a partial line."""
     try:
@@ -181,5 +188,5 @@ def _end_of(path: Path) -> tuple[str, int]:
                 fields, digest = _parsed(lines[-1], str(one))
                 return digest, int(str(fields["n"])) + 1
     except OSError as error:
-        raise InvalidRequestError("audit_log", str(path), f"{error.strerror}") from None
+        raise _refusal(path, error) from None
     return FIRST, 0

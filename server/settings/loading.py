@@ -231,6 +231,10 @@ def _refusal(
     return InvalidRequestError(field, value, "\n".join([fix, *rest]))
 
 
+_CHARACTERS = re.compile(r"\^\[(.+)\]\{1,(\d+)\}\$")
+"""The form of the patterns of settings."""
+
+
 def _fix_of(item: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
     kind = item["type"]
     if kind == "value_error":
@@ -248,6 +252,8 @@ def _fix_of(item: ErrorDetails, known: Mapping[str, FieldInfo]) -> str:
         return "give a whole number"
     if kind.startswith("bool_"):
         return "give true or false"
+    if kind == "string_pattern_mismatch":
+        return _CHARACTERS.sub(r"give 1 to \2 of the characters \1", item["ctx"]["pattern"])
     return item["msg"].replace("Input should be", "it must be")
 
 

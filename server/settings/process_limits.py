@@ -59,20 +59,36 @@ def cgroup_limit_bytes(root: Path = Path("/")) -> int | None:
 
 def memory_limit_bytes() -> int:
     """Return the memory available to this process."""
-    machine = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     limit = cgroup_limit_bytes()
-    return machine if limit is None else min(machine, limit)
+    return machine_bytes() if limit is None else min(machine_bytes(), limit)
+
+
+def machine_bytes() -> int:
+    """Return the memory of the machine."""
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def check_memory(config: Settings) -> None:
-    """Raise InvalidRequestError for a cpu tier larger than the cgroup allows (OOM kill)."""
-    limit = cgroup_limit_bytes()
-    if limit is None or config.cpu_size + PROCESS_BYTES <= limit:
-        return
-    most = max(0, limit - PROCESS_BYTES) // MIB * MIB
-    fix = f"its cgroup allows {format_size(limit)}: give --cpu {format_size(most)} at most, "
-    fix += "or raise the limit"
-    raise InvalidRequestError("cpu_size", format_size(config.cpu_size), fix)
+    """Raise InvalidRequestError for a cpu tier larger than the cgroup allows (OOM kill), warn of
+    one larger than the machine's memory: it may have swap, or never fill the tier.
+    """
+    limit, machine = cgroup_limit_bytes(), machine_bytes()
+    needed = config.cpu_size + PROCESS_BYTES
+    if limit is not None and needed > limit:
+        fix = f"its cgroup allows {format_size(limit)}: give --cpu {_most(limit)} at most, "
+        fix += "or raise the limit"
+        raise InvalidRequestError("cpu_size", format_size(config.cpu_size), fix)
+    if needed > machine:
+        logger.warning(
+            "--cpu does not fit the machine's memory: the kernel may end the server",
+            cpu=format_size(config.cpu_size),
+            memory=format_size(machine),
+            fix=f"give --cpu {_most(machine)} at most",
+        )
+
+
+def _most(memory_bytes: int) -> str:
+    return format_size(max(0, memory_bytes - PROCESS_BYTES) // MIB * MIB)
 
 
 def raise_limit() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Annotated, Any, ClassVar
 
 from pydantic import (
@@ -410,8 +411,11 @@ def _disk_texts(value: object) -> object:
 
 
 def _apart(folders: tuple[DiskFolder, ...]) -> tuple[DiskFolder, ...]:
-    if len({os.path.realpath(folder.path) for folder in folders}) < len(folders):
+    paths = [Path(os.path.realpath(folder.path)) for folder in folders]
+    if len(set(paths)) < len(paths):
         raise ValueError("name each folder once")
+    if any(one in other.parents for one in paths for other in paths):
+        raise ValueError("a folder is inside another: name folders apart, such as /mnt/a,/mnt/b")
     if not 1 <= len(folders) <= MAX_DISKS:
         raise ValueError(f"give at most {MAX_DISKS} folders")
     return folders

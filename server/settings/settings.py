@@ -43,6 +43,7 @@ from kvstore.server.settings.values import (
     DIRECTORY,
     GIB,
     KIB,
+    MAX_DEADLINE_MS,
     MAX_QUERIED_PEERS,
     MIB,
     TIER_NAMES,
@@ -391,7 +392,7 @@ class Settings(Checked):
     """limit of open sessions"""
     lease_ttl_ms: Millis = 30_000
     """lifetime of a lease"""
-    default_deadline_ms: Millis = 2000
+    default_deadline_ms: Annotated[Millis, Field(le=MAX_DEADLINE_MS)] = 2000
     """deadline of calls that set none"""
     workers: Annotated[int, Field(ge=1, le=1024), "N"] = 32
     """threads that answer requests"""

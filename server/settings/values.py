@@ -213,6 +213,7 @@ Size = Annotated[int, PlainValidator(checked_size), WithJsonSchema(_SIZE_SCHEMA)
 TierSize = Annotated[Size, AfterValidator(_tier_size)]
 Count = Annotated[int, Field(ge=1, le=1 << 20), "N"]
 Millis = Annotated[int, Field(ge=1, le=86_400_000), "MS"]
+MAX_DEADLINE_MS = 600_000
 Share = Annotated[float, Field(ge=0.0, le=1.0), "SHARE"]
 Tenant = Annotated[str, AfterValidator(check_tenant_name)]
 AnyTenant = Annotated[str, AfterValidator(_tenant_or_other)]

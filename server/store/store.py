@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
+
+import structlog
 
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, TierUnavailableError
 from kvstore.proto.plans import MAX_HANDOVER_MS, NO_HINTS, Hints
@@ -33,6 +36,11 @@ from kvstore.server.tiering.work_queue import Ticket
 
 WORKERS_PER_WAITER = 4
 """One thread in this many may wait in a lookup for pending chunks."""
+DRAINED_AT_ONCE = 1024
+"""Copies that a drain queues at a time: the queue looks at all that wait to add one."""
+LOGGED_REASONS = 4
+
+logger = structlog.get_logger(__name__)
 
 
 class Store:
@@ -294,11 +302,24 @@ class Store:
         # A copy on a peer does not count.
         self._lookup.drop_remote_hints(everything=True)
         volatile = [slot.name for slot in (self.tiers.gpu, self.tiers.cpu) if slot]
-        alone = self.catalog.queries.only_on(*volatile)
-        if not self._keepers:
-            return not alone
-        slot = self._keepers[0]
-        reasons = self._copied(alone, slot, deadline)
-        failure, lost = self._flushed(alone, slot, deadline)
-        # A later copy may have evicted an earlier one.
-        return not (any(reasons) or failure or lost or self.catalog.queries.only_on(*volatile))
+        alone, failure, other = self.catalog.queries.only_on(*volatile), "", "no disk tier"
+        whys: dict[ChunkKey, str] = {}
+        if self._keepers:
+            slot, whys = self._keepers[0], dict.fromkeys(alone, "not copied by the deadline")
+            # A later copy may evict an earlier one, or one that was there before.
+            other = f"{slot.name} evicted it for another"
+            for start in range(0, len(alone), DRAINED_AT_ONCE):
+                if self.moves.clock() < deadline:
+                    keys = alone[start : start + DRAINED_AT_ONCE]
+                    whys |= zip(keys, self._copied(keys, slot, deadline), strict=True)
+            failure, _ = self._flushed(alone, slot, deadline)
+        left = self.catalog.queries.only_on(*volatile)
+        reasons = Counter(whys.get(key) or other for key in left).most_common(LOGGED_REASONS)
+        if left or failure:
+            logger.warning(
+                "a drain could not save all chunks that only memory has",
+                unsaved=len(left),
+                reasons=dict(reasons),
+                flush=failure or "done",
+            )
+        return not (left or failure)

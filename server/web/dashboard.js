@@ -127,17 +127,17 @@ function trendChart(ratios, seconds) {
 
 const SHOWN_FLOWS = 12;
 const FAULTS = { // counters of errors and of overload
-  corrupt_chunks: "copies that failed verification, and were dropped",
-  put_invalid_chunks: "frames of puts that failed a check",
-  lost_chunks: "copies that a tier no longer had",
+  corrupt_chunks: "copies dropped after failed verification",
+  put_invalid_chunks: "put frames that failed a check",
+  lost_chunks: "copies that were missing on their tier",
   failed_copies: "copies to a lower tier that failed",
   get_late_chunks: "chunks not loaded by their deadline",
-  put_refused_chunks: "chunks of puts that were refused",
+  put_refused_chunks: "chunks refused at a put",
   unanswered_lookups: "lookups that Redis did not answer in time",
-  shed_calls: "calls refused, as too many waited",
-  expired_leases: "leases that ended by their time",
-  peer_failures: "requests that another server did not answer",
-  unreadable_chunks: "copies of a removed codec, or that only others can read",
+  shed_calls: "calls refused under overload",
+  expired_leases: "leases that expired",
+  peer_failures: "requests without an answer from another server",
+  unreadable_chunks: "copies that this server cannot decode",
 };
 
 // The quantile of a histogram, in seconds, by linear interpolation within a bucket.
@@ -189,17 +189,17 @@ function view({ now, recent, ratios, ratios_s, bounds_s, tiers, found, tenants, 
 const SECTIONS = {
   now: ["Now", (now) => {
     const facts = [
-      ["server", `${now.state}, ${now.version}`], ["up for", time(now.uptime_s)],
+      ["server", `${now.state}, ${now.version}`], ["uptime", time(now.uptime_s)],
       ["hit ratio", percent(now.hit_ratio)], ["lookups", `${now.lookups_per_s.toFixed(1)}/s`],
       ["delivered", `${size(now.get_bytes_per_s)}/s`], ["stored", `${size(now.put_bytes_per_s)}/s`],
-      ["chunks known", whole(now.chunks)], ["sessions", whole(now.sessions)],
+      ["chunks", whole(now.chunks)], ["sessions", whole(now.sessions)],
       ["leases", whole(now.leases)], ["faults", whole(now.faults)],
     ];
     return [el("dl", {}, ...facts.map(([name, value]) => el("div", {},
       el("dt", {}, name), el("dd", { id: `now-${name.replace(" ", "-")}` }, value)))),
-    note(`Rates are those of the last ${time(now.recent_s)}.`)];
+    note(`Rates over the last ${time(now.recent_s)}.`)];
   }],
-  tiers: ["Tiers", (tiers) => [table("Tiers, the fastest first",
+  tiers: ["Tiers", (tiers) => [table("Tiers, fastest first",
     ["tier", "filled", "state", "used", "limit", "chunks", "load speed", "codec", "policy"],
     tiers.map((one) => {
       const share = ratio(one.used_bytes, one.capacity_bytes);
@@ -218,22 +218,22 @@ const SECTIONS = {
       return [name, bar(share), whole(ready), whole(asked), percent(share)];
     });
     return [trendChart(hits.ratios, hits.ratios_s),
-      table("Where chunks were found first, since the start", ["tier", "share", "chunks", "of all asked for"], found, 2),
-      table("By tenant, since the start", ["tenant", "share", "found", "asked for", "hit ratio"], tenants, 2)];
+      table("Lookups by tier that served them, since the start", ["tier", "share", "chunks", "of all looked up"], found, 2),
+      table("By tenant, since the start", ["tenant", "share", "found", "looked up", "hit ratio"], tenants, 2)];
   }],
   flows: ["Flows between tiers", ({ ways, evicted, dropped }) => {
     const most = Math.max(0, ...ways.map((way) => way[2]));
-    return [table("What is copied where; chunks since the start", ["way", "share", "rate", "chunks"],
+    return [table("Bytes between tiers; chunks since the start", ["path", "share", "rate", "chunks"],
       ways.map(([source, target, rate, chunks]) =>
         [`${source} → ${target}`, bar(ratio(rate, most)), `${size(rate)}/s`, whole(chunks)]), 2),
-    note(`${whole(evicted)} chunks were evicted from a tier since the start, ${whole(dropped)} of them for good.`)];
+    note(`${whole(evicted)} evictions since the start; ${whole(dropped)} chunks left all tiers.`)];
   }],
-  latency: ["Latency", (calls) => [table("Calls of engines, lately", ["call", "rate", "p50", "p90", "p99", "calls"],
+  latency: ["Latency", (calls) => [table("Calls of engines, recent", ["call", "rate", "p50", "p90", "p99", "calls"],
     calls.map(([name, rate, p50, p90, p99, count]) =>
       [name, `${rate.toFixed(1)}/s`, millis(p50), millis(p90), millis(p99), whole(count)])),
-  note("Time in this server, of calls over gRPC and the Unix socket; calls since the start.")]],
-  "what-if": ["What another size would hit", (curves) => {
-    if (!curves.length) return [note("Not known until more was asked for.")];
+  note("Server time of calls over gRPC and the Unix socket; calls since the start.")]],
+  "what-if": ["Hit ratio at other sizes", (curves) => {
+    if (!curves.length) return [note("Unknown until there are more lookups.")];
     const scales = [...new Set(curves.flatMap(([, curve]) => curve.map(([scale]) => scale)))].sort((a, b) => a - b);
     const rows = curves.map(([tier, curve]) => [tier, ...scales.map((scale) => percent(new Map(curve).get(scale) ?? null))]);
     return [whatIfChart(curves), table("Hit ratio by size of the tier", ["tier", ...scales.map((one) => `${one}x size`)], rows)];
@@ -241,15 +241,15 @@ const SECTIONS = {
   faults: ["Faults", ({ down, counts }) => {
     const rows = [...counts].sort((a, b) => !a[2] - !b[2]).map(([what, lately, all]) =>
       [what, lately ? el("span", { class: "bad" }, whole(lately)) : "0", whole(all)]);
-    const named = down.map(([tier, reason]) => el("li", { class: "bad" }, `${tier} is left alone: ${reason}`));
+    const named = down.map(([tier, reason]) => el("li", { class: "bad" }, `${tier} is disabled: ${reason}`));
     return [named.length ? el("ul", {}, ...named) : note("Every tier is in use."),
-      table("Faults since the start", ["what", "lately", "in all"], rows)];
+      table("Faults since the start", ["fault", "recent", "total"], rows)];
   }],
-  prefixes: ["Top prefixes", (prefixes) => [table("Prefixes that lookups found most",
+  prefixes: ["Top prefixes", (prefixes) => [table("Most used prefixes",
     ["ends with", "model", "tenant", "tiers", "tokens", "hits"],
     prefixes.map((row) => [...row.slice(0, 4), whole(row[4]), whole(row[5])]), 4)]],
-  nodes: ["Nodes", (nodes) => [nodes.length ? table("Servers that are seen", ["node", "address", "state"], nodes, 3)
-    : note("This server is in no directory.")]],
+  nodes: ["Nodes", (nodes) => [nodes.length ? table("Known servers", ["node", "address", "state"], nodes, 3)
+    : note("This server uses no node directory.")]],
 };
 
 // --- updates
@@ -287,7 +287,7 @@ function holdsSelection(part) {
   return chosen && !chosen.isCollapsed && part.contains(chosen.anchorNode);
 }
 
-function say(text, isOff) {
+function setStatus(text, isOff) {
   if (live.textContent !== text) live.textContent = text;
   live.classList.toggle("off", isOff);
 }
@@ -298,6 +298,6 @@ const events = new EventSource("events");
 events.onmessage = (event) => {
   show(JSON.parse(event.data));
   document.body.dataset.looks = String(Number(document.body.dataset.looks || 0) + 1);
-  say("live, once a second", false);
+  setStatus("live, once a second", false);
 };
-events.onerror = () => say("not live: the server does not answer, or has no room for this page", true);
+events.onerror = () => setStatus("not live: no response, or too many open pages", true);

@@ -63,22 +63,22 @@ def test_every_block_is_found_in_one_place_or_computed(routing: str) -> None:
     counts = cluster.counts
     assert counts.local + counts.peer + counts.redis + counts.computed == counts.blocks
     assert min(counts.local, counts.peer, counts.redis, counts.computed) > 0
-    assert cluster.entries() == counts.noted - counts.dropped <= 6 * 60
+    assert cluster.entries() == counts.added - counts.dropped <= 6 * 60
 
 
 def test_demand_is_counts_times_costs() -> None:
     counts = ClusterCounts(
         prompts=10, blocks=100, local=20, peer=10, redis=10, computed=60,
-        questions=10, asked_keys=80, noted=70, dropped=60, redis_written=60,
+        queries=10, queried_keys=80, added=70, dropped=60, redis_written=60,
     )  # fmt: skip
-    asks = demand(Measured(5, counts, (1.0, 1)), COSTS)
+    load = demand(Measured(5, counts, (1.0, 1)), COSTS)
     per_s = 5 * RATE / 10
-    assert asks.redis_ops == pytest.approx(per_s * (80 + 70 + 60))
-    assert asks.redis_bytes == pytest.approx(per_s * 70 * BLOCK_BYTES)
-    assert asks.peer_bytes == pytest.approx(RATE * BLOCK_BYTES)
-    assert asks.shares["directory"] == pytest.approx(per_s * (10e-5 + 70e-6 + 130 * 2e-6))
-    assert asks.shares["chunks"] == pytest.approx(per_s * BLOCK_BYTES * (10e-9 + 120e-9))
-    assert asks.shares["peers"] == pytest.approx(RATE * BLOCK_BYTES / 1e9)
+    assert load.redis_ops == pytest.approx(per_s * (80 + 70 + 60))
+    assert load.redis_bytes == pytest.approx(per_s * 70 * BLOCK_BYTES)
+    assert load.peer_bytes == pytest.approx(RATE * BLOCK_BYTES)
+    assert load.shares["directory"] == pytest.approx(per_s * (10e-5 + 70e-6 + 130 * 2e-6))
+    assert load.shares["chunks"] == pytest.approx(per_s * BLOCK_BYTES * (10e-9 + 120e-9))
+    assert load.shares["peers"] == pytest.approx(RATE * BLOCK_BYTES / 1e9)
 
 
 def test_a_part_is_full_where_its_share_is_one() -> None:
@@ -93,12 +93,12 @@ def test_a_part_is_full_where_its_share_is_one() -> None:
         assert full_at(points) == pytest.approx(nodes)
 
 
-def test_a_node_that_failed_is_asked_nothing_and_comes_back_empty() -> None:
+def test_a_failed_node_gets_no_prompts_and_comes_back_empty() -> None:
     cluster = run(ClusterTerms(4, 150, 600))
-    before, entries, had = cluster.routed[0], cluster.entries(), len(cluster._nodes[0])
+    before, entries, held = cluster.routed[0], cluster.entries(), len(cluster._nodes[0])
     cluster.fail_node(0)
-    assert had > 0
-    assert cluster.entries() == entries - had == sum(map(len, cluster._holders.values()))
+    assert held > 0
+    assert cluster.entries() == entries - held == sum(map(len, cluster._holders.values()))
     cluster.replay(conversations(300, seed=6))
     assert cluster.routed[0] == before
     cluster.recover()

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from bench.engines import sides as engines_prompts
 from bench.engines.__main__ import AGAIN, Samples
-from bench.engines.sides import OURS, PLAIN, Side, Taken
+from bench.engines.sides import OURS, PLAIN, Result, Side
 from bench.gpu import engines
 from bench.gpu.child import write
 from bench.gpu.engines import DECODE_CHUNKS, DECODE_REQUESTS, DECODE_ROUNDS, KEYS, summarize
@@ -28,8 +28,8 @@ def samples(ours: list[float], theirs: list[float], cached: int = 128) -> Sample
     made = Samples()
     plain = side(PLAIN, has_store=False)
     for number, (one, other) in enumerate(zip(ours, theirs, strict=True)):
-        made.take(side(OURS), AGAIN, number, Taken(one, cached, []), (128, 256))
-        made.take(plain, AGAIN, number, Taken(other, 0, []), (128, 256))
+        made.take(side(OURS), AGAIN, number, Result(one, cached, []), (128, 256))
+        made.take(plain, AGAIN, number, Result(other, 0, []), (128, 256))
     return made
 
 
@@ -142,21 +142,21 @@ def test_a_model_is_written_with_an_index_of_its_files(tmp_path: Path) -> None:
 def test_what_there_is_no_time_for_is_not_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    asked, seconds = [], count(0, 200)
+    started, seconds = [], count(0, 200)
 
-    def ask(order: dict[str, Any], log: Path, within_s: float) -> tuple[str, str]:
-        asked.append((order["engine"], order["tiers"], order["decodes"], within_s))
-        return ("", "ended with 1") if order["engine"] == "offloading" else ("{}", "")
+    def run_child(order: dict[str, Any], log: Path, within_s: float) -> tuple[str, str]:
+        started.append((order["engine"], order["tiers"], order["decodes"], within_s))
+        return ("", "exited with 1") if order["engine"] == "offloading" else ("{}", "")
 
-    monkeypatch.setattr(engines, "ask_child", ask)
+    monkeypatch.setattr(engines, "run_child", run_child)
     monkeypatch.setattr("bench.gpu.engines.time.monotonic", lambda: float(next(seconds)))
     found, failed = engines.run_all(planned("--budget-s 650"), tmp_path, tmp_path / "model")
-    assert asked == [
+    assert started == [
         ("none", "", True, 450.0), ("kvstore", "cpu", True, 250.0),
     ]  # fmt: skip
     assert list(found) == ["none", GPU_OURS]
-    assert failed["offloading"] == "not started: 50 s were left"
-    assert failed["kvstore cpu,disk"] == "not started: 0 s were left"
+    assert failed["offloading"] == "not started: 50 s left"
+    assert failed["kvstore cpu,disk"] == "not started: 0 s left"
 
 
 def test_values_are_those_of_the_greatest_length(results: dict[str, Any]) -> None:
@@ -182,10 +182,10 @@ def test_a_hit_that_is_not_whole_is_no_value(results: dict[str, Any]) -> None:
 
 def test_an_engine_that_did_not_run_is_named(results: dict[str, Any]) -> None:
     del results["offloading"]
-    report = summed(results, {"offloading": "ended with 1"})
-    assert report.skipped == {"ttft_hit_vs_offload": "offloading: ended with 1"}
+    report = summed(results, {"offloading": "exited with 1"})
+    assert report.skipped == {"ttft_hit_vs_offload": "offloading: exited with 1"}
     assert len(report.values) == 3
-    nothing = summed({}, {"none": "ended with 1", GPU_OURS: "not started: 0 s were left"})
+    nothing = summed({}, {"none": "exited with 1", GPU_OURS: "not started: 0 s left"})
     assert set(nothing.skipped) == set(KEYS)
 
 

@@ -82,10 +82,10 @@ def test_a_server_report_in_which_a_request_failed_is_no_figure() -> None:
                 parse_server(head + wrong + tail)
 
 
-def test_a_report_of_another_form_skips_the_peer_with_its_last_words() -> None:
+def test_a_report_of_another_form_skips_the_peer_with_its_last_line() -> None:
     for text in ["", "Traceback\nKeyError: 'x'", L2_REPORT[:200]]:
         for parse in (parse_l2, parse_server):
-            with pytest.raises(PeerSkippedError, match=re.escape(f"understood: {last_line(text)}")):
+            with pytest.raises(PeerSkippedError, match=re.escape(f"report: {last_line(text)}")):
                 parse(text)
 
 

@@ -38,8 +38,8 @@ def test_answers_are_what_a_reader_finds_who_reads_from_the_start() -> None:
                 again += name in known
                 known[name] = what if what >= FIRST_VALUE else known[what]
                 resolved += [-1, -1 if what >= FIRST_VALUE else known[what], -1]
-        asked = [known[FIRST_NAME + name] for name in story.asked]
-        assert asked == list(story.answers)
+        expected = [known[FIRST_NAME + name] for name in story.queried]
+        assert expected == list(story.answers)
         assert resolved == list(story.resolved[: len(resolved)])
         assert set(story.resolved[len(resolved) :]) == {-1}
         assert len(story.resolved) == len(story.tokens)

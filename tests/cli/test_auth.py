@@ -32,6 +32,11 @@ def run(kvstore: Kvstore) -> Run:
     return run
 
 
+@pytest.mark.parametrize("group", ["token", "keys"])
+def test_a_list_of_a_file_that_is_not_there_names_it(tmp_path: Path, run: Run, group: str) -> None:
+    assert "/none': No such file" in run(group, "list", tmp_path / "none", status=2)
+
+
 def test_a_token_is_printed_once_listed_without_its_secret_and_revoked(
     tmp_path: Path, run: Run
 ) -> None:
@@ -108,6 +113,7 @@ def test_quotas_are_shown_and_changed_by_whoever_may_and_the_audit_log_holds(
     told = run("--token-file", admin, *change)
     assert "4.0 MiB" in told
     run("--token-file", admin, "quota", "set", "acme", *where, "--size", "lots", status=2)
+    assert "give a limit" in run("quota", "set", "acme", *where, "--tier", "cpu", status=2)
     assert "acme" in run("--token-file", admin, "quota", "show", "--all", *where)
     assert "token" in run("quota", "show", *where, status=3)
     run("--token-file", admin, "status", *where)

@@ -122,6 +122,7 @@ def test_the_command_runs_as_a_module_and_as_it_is_installed() -> None:
 def test_who_reads_and_has_enough_ends_a_command_as_any_other(tmp_path: Path) -> None:
     read, write = os.pipe()
     os.close(read)
+    (tmp_path / "none").touch()
     for argv in (["config", "schema"], ["token", "list", str(tmp_path / "none")]):
         done = subprocess.run([PROGRAM, *argv], stdout=write, stderr=subprocess.PIPE)
         assert (done.returncode, done.stderr) == (128 + signal.SIGPIPE, b"")

@@ -101,13 +101,13 @@ def ask_shape(name: str, folder: Path) -> dict[str, Any]:
         if engine.worker._refusal:
             return {"refusal": engine.worker._refusal}
         ids = prompt(TOKENS + 1, 1)
-        engine.ask(ids, NEW, BEST)
+        engine.generate(ids, NEW, BEST)
         engine.settle()
-        own, again = (engine.ask(ids, NEW, BEST) for _ in range(2))
+        own, again = (engine.generate(ids, NEW, BEST) for _ in range(2))
         engine.settle()
         engine.reset()
-        hit = engine.ask(ids, NEW, BEST)
-        control = engine.ask(prompt(512, 77) + ids[512:], 1, BEST)
+        hit = engine.generate(ids, NEW, BEST)
+        control = engine.generate(prompt(512, 77) + ids[512:], 1, BEST)
         return {
             "refusal": "", "cached": [own.cached, hit.cached], "tokens": [own.tokens, hit.tokens],
             "apart": apart(own.best, hit.best), "noise": apart(own.best, again.best),
@@ -153,10 +153,10 @@ def ask_tier(folder: Path, address: str) -> dict[str, Any]:
         inner(job, done, **more)
 
     ours._end = end
-    answer = engine.ask(prompt(TOKENS + 1, 1), NEW, BEST)
+    answer = engine.generate(prompt(TOKENS + 1, 1), NEW, BEST)
     for number in range(3):
         settle(engine, ours)
-        engine.ask(prompt(TOKENS + 1, 100 + number), 1)
+        engine.generate(prompt(TOKENS + 1, 100 + number), 1)
     settle(engine, ours)
     engine.reset()
     return {"tokens": answer.tokens, "cached": answer.cached, "loaded": sum(loaded)}

@@ -35,7 +35,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- end }}
 {{- end }}
 
-{{- /* A size as kvstore-server writes it, 8GiB or 100GB, in bytes. */}}
+{{- /* A size in kvstore-server's units, 8GiB or 100GB, in bytes. */}}
 {{- define "kvstore.bytes" -}}
 {{- $units := dict "" 1 "B" 1 "KB" 1000 "MB" 1000000 "GB" 1000000000 "TB" 1000000000000 "KIB" 1024 "MIB" 1048576 "GIB" 1073741824 "TIB" 1099511627776 }}
 {{- $number := regexFind "^[0-9]+" . | int64 }}
@@ -43,18 +43,18 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- mul $number (index $units $unit) }}
 {{- end }}
 
-{{- /* Bytes in the Mi of Kubernetes, rounded up. */}}
+{{- /* Bytes in Kubernetes' unit Mi, rounded up. */}}
 {{- define "kvstore.mi" -}}
 {{- printf "%dMi" (div (add (int64 .) 1048575) 1048576) }}
 {{- end }}
 
-{{- /* The cpu tier with a twentieth for what is known of its chunks, and the headroom. */}}
+{{- /* The cpu tier, a twentieth of it for chunk metadata, and the headroom. */}}
 {{- define "kvstore.memory" -}}
 {{- $cpu := include "kvstore.bytes" .Values.tiers.cpu.size | int64 }}
 {{- include "kvstore.mi" (add $cpu (div $cpu 20) (include "kvstore.bytes" .Values.resources.headroom | int64)) }}
 {{- end }}
 
-{{- /* The disk tier, its index, and what else its folder has. */}}
+{{- /* The disk tier, its index, and the other files of its folder. */}}
 {{- define "kvstore.diskSpace" -}}
 {{- include "kvstore.mi" (add (include "kvstore.bytes" .Values.tiers.disk.size | int64) 1073741824) }}
 {{- end }}
@@ -80,7 +80,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- if or .Values.auth.existingSecret.name .Values.auth.jwt.existingSecret.name (and .Values.tls.clientCA (include "kvstore.hasTLS" .)) }}yes{{ end }}
 {{- end }}
 
-{{- /* Whether pods are in the directory: config.directory has the last word. */}}
+{{- /* Whether pods are in the directory; config.directory overrides. */}}
 {{- define "kvstore.hasDirectory" -}}
 {{- $asked := .Values.redis.directory }}
 {{- if hasKey .Values.config "directory" }}{{ $asked = .Values.config.directory }}{{ end }}
@@ -91,13 +91,13 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf "%s-redis" (include "kvstore.fullname" .) }}
 {{- end }}
 
-{{- /* The secret with the password of Redis, if it has one of its own: mounted, as no URL takes every password. */}}
+{{- /* The secret with Redis' password, if separate: mounted, as URLs cannot hold every password. */}}
 {{- define "kvstore.redisAuth" -}}
 {{- $r := .Values.redis }}
 {{- ternary (ternary $r.bundled.existingSecret $r.auth.existingSecret (eq $r.mode "bundled")) dict .Values.tiers.redis.enabled | toJson }}
 {{- end }}
 
-{{- /* What Redis may take of its container: the rest is for its buffers. */}}
+{{- /* Redis' maxmemory: the rest of its container is for buffers. */}}
 {{- define "kvstore.redisMemory" -}}
 {{- $unit := regexFind "[KMGT]i$" .Values.redis.bundled.memory }}
 {{- $number := trimSuffix $unit .Values.redis.bundled.memory | int64 }}
@@ -109,7 +109,7 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- printf "%s.%s.svc:%d" (include "kvstore.fullname" .) .Release.Namespace (int .Values.ports.grpc) }}
 {{- end }}
 
-{{- /* The server's settings, as its YAML file has them. */}}
+{{- /* The server's settings, for its YAML file. */}}
 {{- define "kvstore.settings" -}}
 {{- $v := .Values }}
 {{- $s := dict "tiers" (include "kvstore.tiers" .) "cpu_size" $v.tiers.cpu.size "log_format" "json" "open_pages" true }}
@@ -165,15 +165,15 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- toYaml (mergeOverwrite $s $v.config) }}
 {{- end }}
 
-{{- /* Refuses what would start a server that refuses to start, or one open to everybody. */}}
+{{- /* Refuses values with which the server would not start, or would be open to everyone. */}}
 {{- define "kvstore.check" -}}
 {{- if not .Values.insecure }}
-{{- if not (include "kvstore.hasTLS" .) }}{{ fail "tls: name tls.existingSecret or enable tls.certManager; insecure: true goes without" }}{{ end }}
-{{- if not (include "kvstore.hasAuth" .) }}{{ fail "auth: name auth.existingSecret or auth.jwt.existingSecret, or set tls.clientCA; insecure: true goes without" }}{{ end }}
+{{- if not (include "kvstore.hasTLS" .) }}{{ fail "tls: name tls.existingSecret or enable tls.certManager; or set insecure: true" }}{{ end }}
+{{- if not (include "kvstore.hasAuth" .) }}{{ fail "auth: name auth.existingSecret or auth.jwt.existingSecret, or set tls.clientCA; or set insecure: true" }}{{ end }}
 {{- end }}
 {{- if and .Values.metrics.tls (not (include "kvstore.hasTLS" .)) }}{{ fail "metrics.tls: needs a certificate; name tls.existingSecret or enable tls.certManager" }}{{ end }}
 {{- if and .Values.tls.certManager.enabled (not .Values.tls.certManager.issuerRef.name) }}{{ fail "tls.certManager.issuerRef.name: name the issuer" }}{{ end }}
-{{- if and .Values.tls.crl.existingSecret.name (not .Values.tls.clientCA) }}{{ fail "tls.crl: takes back certificates of callers; set tls.clientCA, or leave it out" }}{{ end }}
+{{- if and .Values.tls.crl.existingSecret.name (not .Values.tls.clientCA) }}{{ fail "tls.crl: revokes client certificates; set tls.clientCA, or leave it out" }}{{ end }}
 {{- if .Values.tiers.redis.enabled }}
 {{- if and (eq .Values.redis.mode "external") (not .Values.redis.existingSecret.name) }}{{ fail "redis.existingSecret.name: name the secret with the URL of Redis" }}{{ end }}
 {{- if and (eq .Values.redis.mode "bundled") (not .Values.redis.bundled.existingSecret.name) }}{{ fail "redis.bundled.existingSecret.name: name the secret with its password" }}{{ end }}
@@ -184,15 +184,15 @@ app.kubernetes.io/managed-by: {{ .Release.Service }}
 {{- $floor := 268435456 }}
 {{- if lt (include "kvstore.bytes" .Values.resources.headroom | int64) $floor }}{{ fail "resources.headroom: the process and copies for readers need 256MiB at least" }}{{ end }}
 {{- range $name := list "node_id" "advertise" }}
-{{- if hasKey $.Values.config $name }}{{ fail (printf "config.%s: all pods would have the same; leave it out, each pod gets its own" $name) }}{{ end }}
+{{- if hasKey $.Values.config $name }}{{ fail (printf "config.%s: all pods would share it; leave it out, each pod gets its own" $name) }}{{ end }}
 {{- end }}
 {{- if and .Values.config.directory (not .Values.tiers.redis.enabled) }}{{ fail "config.directory: the directory is in Redis; enable tiers.redis" }}{{ end }}
 {{- if .Values.config.peers }}
-{{- if and (include "kvstore.hasAuth" .) (not .Values.tls.clientCA) (not .Values.peers.existingSecret.name) }}{{ fail "peers.existingSecret.name: name the secret with the API key of role peer that pods show each other" }}{{ end }}
-{{- if and (include "kvstore.hasTLS" .) (not .Values.tls.hasCA) }}{{ fail "config.peers: pods believe who ca.crt signed; the secret of tls needs it, and tls.hasCA" }}{{ end }}
+{{- if and (include "kvstore.hasAuth" .) (not .Values.tls.clientCA) (not .Values.peers.existingSecret.name) }}{{ fail "peers.existingSecret.name: name the secret with the API key of role peer that pods use" }}{{ end }}
+{{- if and (include "kvstore.hasTLS" .) (not .Values.tls.hasCA) }}{{ fail "config.peers: pods verify each other with ca.crt; add it to the secret of tls, and set tls.hasCA" }}{{ end }}
 {{- end }}
-{{- if and .Values.peers.existingSecret.name (not .Values.config.peers) }}{{ fail "peers.existingSecret: is shown to peers; set config.peers, or leave it out" }}{{ end }}
-{{- if hasKey .Values.config "bulk" }}{{ fail "config.bulk: set bulk.enabled and ports.bulk, which open it as well" }}{{ end }}
+{{- if and .Values.peers.existingSecret.name (not .Values.config.peers) }}{{ fail "peers.existingSecret: is only used with peers; set config.peers, or leave it out" }}{{ end }}
+{{- if hasKey .Values.config "bulk" }}{{ fail "config.bulk: set bulk.enabled and ports.bulk, which also open the port" }}{{ end }}
 {{- if and (contains "directory" (toString .Values.config.peers)) (not .Values.bulk.enabled) }}{{ fail "config.peers: pods read each other over the bulk channel; set bulk.enabled" }}{{ end }}
 {{- if and .Values.hostSocket.enabled (ne .Values.mode "daemonset") }}{{ fail "hostSocket.enabled: engines share memory with a server on their node: use mode: daemonset" }}{{ end }}
 {{- end }}

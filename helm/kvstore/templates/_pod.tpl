@@ -64,7 +64,7 @@ spec:
   {{- end }}
   {{- if or $v.hostSocket.enabled $hostDisk }}
   initContainers:
-    - name: own-folders # the kubelet makes folders of the host as root's
+    - name: own-folders # the kubelet creates host folders as root
       image: {{ include "kvstore.image" . }}
       imagePullPolicy: {{ $v.image.pullPolicy }}
       command: [install, -d, -m, "0700", -o, {{ $v.user.id | quote }}, -g, {{ $v.user.group | quote }}]
@@ -130,7 +130,7 @@ spec:
         grpc: {port: {{ $v.ports.health }}, service: startup}
         periodSeconds: 2
         failureThreshold: 150
-      livenessProbe: # not of Redis: a restart does not mend that
+      livenessProbe: # without Redis: a restart does not fix it
         grpc: {port: {{ $v.ports.health }}, service: liveness}
         periodSeconds: 10
         timeoutSeconds: 5
@@ -140,7 +140,7 @@ spec:
         timeoutSeconds: 5
       {{- if $v.endpointsDelaySeconds }}
       lifecycle:
-        preStop: # its endpoints go; then SIGTERM has it drain
+        preStop: # waits for the removal of endpoints; then SIGTERM drains
           exec:
             command: [sleep, {{ $v.endpointsDelaySeconds | quote }}]
       {{- end }}

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from functools import lru_cache
 from itertools import pairwise
 
 from bench.blend.cases import Case, designed_engine, judge, riddle_case
 from bench.blend.riddles import answered, make_riddle
+
+from kvstore.client.blend.gate import deviations
 
 RATIOS = (0.0, 0.15, 0.5, 0.85, 1.0)
 
@@ -16,6 +19,16 @@ RATIOS = (0.0, 0.15, 0.5, 0.85, 1.0)
 def designed() -> tuple[Case, ...]:
     rng, engine = random.Random(5), designed_engine()
     return tuple(riddle_case(engine, make_riddle(rng), rng) for _ in range(6))
+
+
+def with_true_scores(case: Case) -> Case:
+    """Return *case* with the scores of this prompt itself, which no selector has."""
+    parts = []
+    for segment, part in zip(case.plan(0.0, "hybrid").segments, case.parts, strict=False):
+        span = slice(segment.start, segment.end)
+        full = [(k[:, span], v[:, span]) for k, v in case.full.kv]
+        parts.append(replace(part, scores=tuple(deviations(full, part.kv).tolist())))
+    return replace(case, parts=tuple(parts))
 
 
 def accuracy(selector: str, ratio: float) -> float:
@@ -33,7 +46,7 @@ def test_divergence_falls_and_right_answers_rise_with_the_ratio() -> None:
     """Nested sets of rows, the most wrong of this very prompt first: each repairs what the
     smaller one did, and no selector's luck is in it.
     """
-    scored = [case.with_true_scores() for case in designed()]
+    scored = [with_true_scores(case) for case in designed()]
     marks = [[judge(one, one.blend(("stored_priority", at))) for at in RATIOS] for one in scored]
     columns = list(zip(*marks, strict=True))
     divergence = [sum(mark.divergence for mark in column) for column in columns]

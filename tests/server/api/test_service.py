@@ -46,7 +46,7 @@ from kvstore.proto.types import Accuracy, ChunkKey, PutOutcome
 from kvstore.server.api import admin_calls
 from kvstore.server.api.interceptors import MAX_MESSAGE_CHARS
 from kvstore.server.api.put_stream import PutStream
-from kvstore.server.api.validation import MAX_DEADLINE_MS
+from kvstore.server.settings.values import MAX_DEADLINE_MS
 
 ServerMaker = Callable[..., LocalServer]
 

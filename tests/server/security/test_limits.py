@@ -7,7 +7,8 @@ import json
 import os
 import threading
 from collections.abc import Iterable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
+from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -289,7 +290,8 @@ def test_a_log_that_was_tampered_with_shows_it_and_is_not_gone_on_with(path: Pat
         with pytest.raises(InvalidRequestError, match="audit_log"):
             chain(path)
     path.write_bytes(b"".join(kept).replace(b"acme", b"zeta"))  # at its end, too
-    for place, why in ((path, "changed"), (path.parent / "none" / "audit", "audit_log")):
+    folders = [(one, "name a file") for one in (path.parent / "none" / "audit", path.parent)]
+    for place, why in ((path, "changed"), *folders):
         with pytest.raises(InvalidRequestError, match=why):
             AuditLog(place, 1 << 20, lambda: 0.0)
 
@@ -329,6 +331,41 @@ def test_a_slow_disk_holds_nobody_up_and_what_is_dropped_is_counted(
     log.close()
     assert sum(int(json.loads(line).get("lost", 0)) for line in lines(path)) == 7
     assert len(chain(path)) == audit_log.QUEUE_EVENTS + 1
+
+
+def is_lost(log: AuditLog, count: int) -> bool:
+    return log._lost == count
+
+
+def test_a_log_whose_turn_of_files_finds_the_disk_full_goes_on_once_there_is_room(
+    path: Path,
+) -> None:
+    write(path, 1)
+    log = AuditLog(path, 1, lambda: 1.5)
+    kept, full = log._file, open("/dev/full", "ab")  # noqa: SIM115
+    full.write(b" ")
+    log._file = full
+    for lost in (1, 2):
+        log.note(EVENT)
+        assert eventually(partial(is_lost, log, lost))
+    with suppress(OSError):
+        full.close()
+    log._file = kept
+    log.note(EVENT)
+    assert eventually(log._events.empty)
+    log.close()
+    assert len(chain(path)) == 2
+    assert json.loads(lines(path)[-1])["lost"] == 2
+
+
+def test_a_log_that_ends_on_a_full_disk_ends_without_an_error(path: Path) -> None:
+    log = AuditLog(path, 1 << 20, lambda: 1.5)
+    kept, log._file = log._file, open("/dev/full", "ab")  # noqa: SIM115
+    kept.close()
+    log.note(EVENT)
+    assert eventually(lambda: log._lost == 1)
+    log.close()
+    assert log._file.closed
 
 
 def test_what_a_full_disk_did_not_take_is_counted_and_the_chain_goes_on(path: Path) -> None:

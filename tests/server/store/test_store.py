@@ -8,16 +8,18 @@ from contextlib import closing
 from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import pytest
 from contracts.chunks import make_frame, make_representation
 from helpers.core_chunks import leased, put_low
 from helpers.disk_process import open_disk
+from helpers.local_server import eventually
 from simulation.clock import FakeClock
 from simulation.core import TOKENS, Core, frames_of, keys_of, outcomes_of, prompt, settings
 from simulation.tiers import GatedDisk, SimDisk, no_faults
 from simulation.universe import REPRESENTATION, Version, make_template, write_frame
+from structlog.testing import capture_logs
 
 from kvstore.proto.buffers import Bytes
 from kvstore.proto.errors import (
@@ -278,12 +280,59 @@ def test_a_drain_that_could_not_keep_everything_says_so() -> None:
     with closing(Core([disk], clock=FakeClock())) as core:
         core.put([first], durable=True)
         core.put(rest)
-        assert core.store.drain(core.later()) is False
+        with capture_logs() as logs:
+            assert core.store.drain(core.later()) is False
         assert core.tiers_of(first) == ["cpu"], "the later copies pushed it off the disk"
         assert {info.key for info in disk.scan()} == set(keys_of(rest))
+        assert [(one["unsaved"], one["reasons"]) for one in logs] == [
+            (1, {"disk evicted it for another": 1})
+        ]
     with closing(Core([], clock=FakeClock())) as core:
         core.put([first])
-        assert core.store.drain(core.later()) is False
+        with capture_logs() as logs:
+            assert core.store.drain(core.later()) is False
+        assert logs[0]["reasons"] == {"no disk tier": 1}
+
+
+def test_a_chunk_that_ends_while_a_drain_copies_it_is_not_one_that_it_could_not_save(
+    gated: GatedDisk,
+) -> None:
+    with closing(Core([gated], workers=1)) as core:
+        gone, kept = prompt(2)
+        core.put([gone, kept])
+        gated.shut()
+        core.moves.copy_to(kept.info.key, core.slot("disk"))
+        assert gated.reached.wait(PATIENCE_S)
+        answer: list[bool] = []
+        draining = threading.Thread(target=lambda: answer.append(core.store.drain(core.later())))
+        draining.start()
+        assert eventually(lambda: core.work_queue.depth()["store-disk"] > 0)
+        assert core.catalog.drop_copy("cpu", gone.info.key)
+        core.moves.eviction.delete_from(core.slot("cpu"), gone.info.key)
+        gated.gate.set()
+        draining.join(PATIENCE_S)
+        assert answer == [True]
+
+
+def test_a_drain_queues_few_copies_at_a_time_and_none_once_its_time_is_up(
+    sim: SimDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvstore.server.store.store.DRAINED_AT_ONCE", 2)
+    with closing(Core([sim], clock=FakeClock())) as core:
+        core.put(prompt(5))
+        depths, submit = [], core.work_queue.submit
+
+        def count(queue: str, *terms: Any, **more: Any) -> Any:
+            depths.append(core.work_queue.depth()[queue])
+            return submit(queue, *terms, **more)
+
+        monkeypatch.setattr(core.work_queue, "submit", count)
+        with capture_logs() as logs:
+            assert core.store.drain(core.clock()) is False
+        assert logs[0]["reasons"] == {"not copied by the deadline": 5}
+        depths.clear()
+        assert core.store.drain(core.later()) is True
+        assert max(depths) <= 2
 
 
 def test_a_put_begun_for_a_session_that_has_ended_leaves_no_room_taken(core: Core) -> None:
