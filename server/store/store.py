@@ -36,6 +36,8 @@ from kvstore.server.tiering.work_queue import Ticket
 
 WORKERS_PER_WAITER = 4
 """One thread in this many may wait in a lookup for pending chunks."""
+DRAIN_ROUNDS = 4
+"""Passes of a drain: a full tier that takes a chunk may evict another that memory has."""
 DRAINED_AT_ONCE = 1024
 """Copies that a drain queues at a time: the queue looks at all that wait to add one."""
 LOGGED_REASONS = 4
@@ -301,20 +303,21 @@ class Store:
         self.catalog.in_flight.end_waits()
         # A copy on a peer does not count.
         self._lookup.drop_remote_hints(everything=True)
-        volatile = [slot.name for slot in (self.tiers.gpu, self.tiers.cpu) if slot]
-        alone, failure, other = self.catalog.queries.only_on(*volatile), "", "no disk tier"
+        volatile = [slot for slot in (self.tiers.gpu, self.tiers.cpu) if slot]
+        only_on = partial(self.catalog.queries.only_on, *(slot.name for slot in volatile))
+        left, failure, why = only_on(), "", "no disk tier"
         whys: dict[ChunkKey, str] = {}
         if self._keepers:
-            slot, whys = self._keepers[0], dict.fromkeys(alone, "not copied by the deadline")
-            # A later copy may evict an earlier one, or one that was there before.
-            other = f"{slot.name} evicted it for another"
-            for start in range(0, len(alone), DRAINED_AT_ONCE):
-                if self.moves.clock() < deadline:
-                    keys = alone[start : start + DRAINED_AT_ONCE]
-                    whys |= zip(keys, self._copied(keys, slot, deadline), strict=True)
-            failure, _ = self._flushed(alone, slot, deadline)
-        left = self.catalog.queries.only_on(*volatile)
-        reasons = Counter(whys.get(key) or other for key in left).most_common(LOGGED_REASONS)
+            slot, why = self._keepers[0], f"{self._keepers[0].name} evicted it for another"
+            used_bytes = sum(one.tier.stats().used_bytes for one in volatile)
+            # A tier smaller than what memory has only swaps chunks.
+            rounds = DRAIN_ROUNDS if used_bytes <= slot.tier.capacity_bytes else 1
+            for _ in range(rounds):
+                whys, failure = self._save(left, slot, deadline)
+                left = only_on()
+                if not left or self.moves.clock() >= deadline:
+                    break
+        reasons = Counter(whys.get(key) or why for key in left).most_common(LOGGED_REASONS)
         if left or failure:
             logger.warning(
                 "a drain could not save all chunks that only memory has",
@@ -323,3 +326,14 @@ class Store:
                 flush=failure or "done",
             )
         return not (left or failure)
+
+    def _save(
+        self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float
+    ) -> tuple[dict[ChunkKey, str], str]:
+        """Copy *keys* to *slot* and flush it. Return why not, by chunk, and the flush's failure."""
+        whys = dict.fromkeys(keys, "not copied by the deadline")
+        for start in range(0, len(keys), DRAINED_AT_ONCE):
+            if self.moves.clock() < deadline:
+                some = keys[start : start + DRAINED_AT_ONCE]
+                whys |= zip(some, self._copied(some, slot, deadline), strict=True)
+        return whys, self._flushed(keys, slot, deadline)[0]
