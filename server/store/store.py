@@ -36,8 +36,6 @@ from kvstore.server.tiering.work_queue import Ticket
 
 WORKERS_PER_WAITER = 4
 """One thread in this many may wait in a lookup for pending chunks."""
-DRAIN_ROUNDS = 4
-"""Passes of a drain: a full tier that takes a chunk may evict another that memory has."""
 DRAINED_AT_ONCE = 1024
 """Copies that a drain queues at a time: the queue looks at all that wait to add one."""
 LOGGED_REASONS = 4
@@ -305,18 +303,21 @@ class Store:
         self._lookup.drop_remote_hints(everything=True)
         volatile = [slot for slot in (self.tiers.gpu, self.tiers.cpu) if slot]
         only_on = partial(self.catalog.queries.only_on, *(slot.name for slot in volatile))
-        left, failure, why = only_on(), "", "no disk tier"
-        whys: dict[ChunkKey, str] = {}
+        failure, why, whys = "", "no disk tier", dict[ChunkKey, str]()
         if self._keepers:
-            slot, why = self._keepers[0], f"{self._keepers[0].name} evicted it for another"
-            used_bytes = sum(one.tier.stats().used_bytes for one in volatile)
-            # A tier smaller than what memory has only swaps chunks.
-            rounds = DRAIN_ROUNDS if used_bytes <= slot.tier.capacity_bytes else 1
-            for _ in range(rounds):
-                whys, failure = self._save(left, slot, deadline)
-                left = only_on()
-                if not left or self.moves.clock() >= deadline:
-                    break
+            slot, held = self._keepers[0], list[ChunkKey]()
+            why = f"{slot.name} evicted it for another"
+            # A full tier must not evict chunks that memory has; a smaller one can only swap them.
+            if sum(one.tier.stats().used_bytes for one in volatile) <= slot.tier.capacity_bytes:
+                held = [info.key for one in volatile for info in one.tier.scan()]
+            for key in held:
+                self.catalog.hold(key)
+            try:
+                whys, failure = self._save(only_on(), slot, deadline)
+            finally:
+                for key in held:
+                    self.catalog.release_hold(key)
+        left = only_on()
         reasons = Counter(whys.get(key) or why for key in left).most_common(LOGGED_REASONS)
         if left or failure:
             logger.warning(

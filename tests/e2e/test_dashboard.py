@@ -39,7 +39,7 @@ def test_the_page_shows_live_numbers_and_asks_only_its_own_server(
     busy(server)
     origin = f"http://127.0.0.1:{server.node.http_port}/"
     browser.requests.clear()
-    browser.complaints.clear()
+    browser.errors.clear()
     browser.show(origin)
     browser.wait_for("document.querySelectorAll('section').length == 9")
     assert browser.evaluate("document.getElementById('now-chunks').textContent") == "9"
@@ -57,7 +57,7 @@ def test_the_page_shows_live_numbers_and_asks_only_its_own_server(
     client.lookup(keys=store(client, 3, 4))
     browser.wait_for("document.getElementById('now-chunks').textContent === '13'")
     browser.wait_for("document.getElementById('hits').textContent.includes('27')")
-    assert browser.complaints == []
+    assert browser.errors == []
     assert len(browser.requests) >= 4, browser.requests
     strangers = [url for url in browser.requests if not url.startswith((origin, "data:"))]
     assert strangers == []
@@ -88,12 +88,12 @@ def test_names_that_callers_chose_are_text_and_nothing_else_and_drawings_have_ga
     name = '"><img src=x onerror="document.title=1"><b>bold</b>'
     client = server.connect("grpc", replace(SMALL, model_id=name))
     client.lookup(keys=store(client, 1, 2))
-    browser.complaints.clear()
+    browser.errors.clear()
     browser.show(f"http://127.0.0.1:{server.node.http_port}/")
     browser.wait_for("document.querySelectorAll('#prefixes tbody td').length > 1")
     assert browser.evaluate("document.querySelector('#prefixes tbody td').textContent") == name
     assert browser.evaluate("document.querySelectorAll('main img, main b').length") == 0
-    assert browser.complaints == []
+    assert browser.errors == []
 
     def lines(chart: str) -> object:
         return browser.evaluate(f"{chart}.querySelectorAll('polyline').length")

@@ -190,7 +190,7 @@ def test_memory_is_for_readers_and_files_for_those_who_also_write(
             assert files_given(peer, Op.slab, numbers) == slabs
             assert (files_given(peer, Op.extent) > 0) is (role == "both")
             with staging() as descriptor:
-                ring = peer.ask(Request(Op.ring, 4096).pack(), [descriptor])
+                ring = peer.request(Request(Op.ring, 4096).pack(), [descriptor])
             # there is no gpu tier
             assert ring is (Reply.invalid if role in ("write", "both") else Reply.denied)
 
@@ -226,13 +226,13 @@ def test_what_was_given_and_refused_at_the_socket_is_written_down(
         with closing(peer), suppress(OSError), staging() as descriptor:
             files_given(peer, Op.slab, numbers)
             files_given(peer, Op.extent)
-            peer.ask(Request(Op.ring, 4096).pack(), [descriptor])
+            peer.request(Request(Op.ring, 4096).pack(), [descriptor])
         who = f"key:{key_of[role][4:16]}"
-        came = partial(world.came, peer="unix", rpc=method, outcome=outcome, who=who)
+        came = partial(world.has_line, peer="unix", rpc=method, outcome=outcome, who=who)
         assert eventually(came), came.keywords
     for role in ("admin", "peer"):
         on_the_socket(world, key_of[role])[1].close()
-    assert eventually(lambda: world.came(rpc="Attach", outcome="PermissionDeniedError"))
+    assert eventually(lambda: world.has_line(rpc="Attach", outcome="PermissionDeniedError"))
 
 
 def test_memory_at_the_socket_does_not_count_as_requests_of_its_tenant(
@@ -251,7 +251,7 @@ def test_memory_at_the_socket_does_not_count_as_requests_of_its_tenant(
             assert given == [len(numbers)] * 8
             with staging() as descriptor:
                 for _ in range(8):
-                    peer.ask(Request(Op.ring, 4096).pack(), [descriptor])
+                    peer.request(Request(Op.ring, 4096).pack(), [descriptor])
             lookup = request_of("Lookup", terms.session_id)
             assert peer.call("Lookup", lookup).error is None
     finally:
@@ -285,8 +285,8 @@ def test_puts_and_gets_are_written_down_with_who_and_of_what_and_so_is_a_refused
     who = f"key:{key[4:16]}"
     same = {"who": who, "tenant": "acme", "outcome": "OK", "key_prefix": keys[0][:8].hex()}
     wrote = "Reserve" if transport == "shm" else "Put"
-    assert eventually(lambda: world.came(rpc=wrote, chunks=CHUNKS, **same))
-    assert eventually(lambda: world.came(rpc="Get", chunks=CHUNKS, **same))
+    assert eventually(lambda: world.has_line(rpc=wrote, chunks=CHUNKS, **same))
+    assert eventually(lambda: world.has_line(rpc="Get", chunks=CHUNKS, **same))
     lines = [line for line in world.lines() if line.get("who") == who]
     origins = {line["peer"] for line in lines if line["rpc"] in (wrote, "Get")}
     assert all(one.startswith(origin) for one in origins), origins
@@ -294,7 +294,7 @@ def test_puts_and_gets_are_written_down_with_who_and_of_what_and_so_is_a_refused
     with pytest.raises(PermissionDeniedError):
         reader.put_chunks(chunks)
     who = f"key:{key[4:16]}"
-    assert eventually(lambda: world.came(rpc=wrote, who=who, outcome="PermissionDeniedError"))
+    assert eventually(lambda: world.has_line(rpc=wrote, who=who, outcome="PermissionDeniedError"))
 
 
 def test_strangers_at_the_streams_and_at_the_socket_are_written_down(
@@ -305,11 +305,11 @@ def test_strangers_at_the_streams_and_at_the_socket_are_written_down(
     with pytest.raises(UnauthenticatedError):
         FrameStream(entrance, DEADLINE_MS / 1000)
     wanted = {"rpc": "Attach", "outcome": "UnauthenticatedError"}
-    assert eventually(lambda: world.came(peer="stream:127.0.0.1", **wanted))
+    assert eventually(lambda: world.has_line(peer="stream:127.0.0.1", **wanted))
     assert not any("who" in line for line in world.lines() if wanted.items() <= line.items())
     with Peer(terms.socket_path) as stranger:
-        assert stranger.ask(Request(Op.join, 0).pack()) is Reply.denied
-    assert eventually(lambda: world.came(peer="unix", **wanted))
+        assert stranger.request(Request(Op.join, 0).pack()) is Reply.denied
+    assert eventually(lambda: world.has_line(peer="unix", **wanted))
     monkeypatch.setattr(unix_server, "is_trusted", lambda connection: False)
     with Peer(terms.socket_path):
         wanted |= {"outcome": "PermissionDeniedError", "peer": "unix"}

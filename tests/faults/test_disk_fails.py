@@ -19,7 +19,7 @@ from contracts.shelf import assert_holds, put
 from faults.media import PowerSwitch, small_memory_disk
 from faults.oracle import verified
 from faults.tools import fiu, fiu_environment, largest_file
-from helpers.disk_process import SEALER_BYTES, is_whole, note, open_disk, sealer
+from helpers.disk_process import SEALER_BYTES, is_whole, open_disk, record, sealer
 from helpers.local_server import DEADLINE_MS, eventually
 from helpers.prompts import SMALL, chunks_of, keys_of, store
 from helpers.server_process import ServerProcess
@@ -204,11 +204,11 @@ def test_what_was_durable_survives_a_power_cut_and_the_rest_is_right_or_a_miss(
             assert child.stdout is not None
             left = draw.randrange(5, 60)
             while left:
-                left -= note(owed, child.stdout.readline())
+                left -= record(owed, child.stdout.readline())
             power.cut()
             child.kill()
             for line in child.stdout:
-                note(owed, line)
+                record(owed, line)
         power.turn_off()
         power.turn_on()
         tier = open_disk(folder, SEALER_BYTES)

@@ -1,4 +1,4 @@
-"""KV with the traits that each codec with assets lives on, assets made of it, and coded layers."""
+"""KV that suits each codec with assets, assets calibrated on it, and encoded layers."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from kvstore.proto.types import Component, DType, KVLayout, LayerKind, RopeParam
 MODEL = bytes(range(50, 66))
 """The representation digest of the codec suites' frames."""
 POSITION = 512
-"""Where the codec suites' chunks stand."""
+"""Position of the codec suites' chunks."""
 ROPE = RopeParameters(10000.0, 32)
 
 GQA = Component(LayerKind.attention, DType.bfloat16, 3, 2, 64, 47)
@@ -37,7 +37,7 @@ LATENT = Component(LayerKind.mla, DType.float32, 1, 1, 72, 64)
 
 
 def smooth(component: Component, seed: int, position: int = POSITION) -> list[list[Part]]:
-    """Layers whose channels differ and whose tokens resemble the one before."""
+    """Return layers with different channels, in which each token resembles the one before."""
     c, fixed, rng = component, np.random.default_rng(7), np.random.default_rng(seed)
     shape = (c.layers, c.parts, c.kv_heads, 1, c.head_dim)
     centre, size = 2 * fixed.standard_normal(shape), np.exp(0.4 * fixed.standard_normal(shape))
@@ -49,7 +49,7 @@ def smooth(component: Component, seed: int, position: int = POSITION) -> list[li
 
 
 def low_rank(component: Component, seed: int, position: int = POSITION) -> list[list[Part]]:
-    """Layers that vary in a dozen directions over all heads, keys rotated to *position*."""
+    """Return layers of rank 12 over all heads plus noise, keys rotated to *position*."""
     c, fixed, rng = component, np.random.default_rng(3), np.random.default_rng(seed)
     channels = c.kv_heads * c.head_dim
     layers = []
@@ -73,7 +73,7 @@ def low_rank(component: Component, seed: int, position: int = POSITION) -> list[
 
 @dataclass(frozen=True)
 class Samples:
-    """A codec, a component of keys and values, a latent one, and how their layers are made."""
+    """A codec, a component of keys and values, a latent one, and a function that makes layers."""
 
     codec: type[AssetCodec]
     one: Component
@@ -94,13 +94,13 @@ class Samples:
     def calibrated(
         self, *components: Component, model: bytes = MODEL, rope: RopeParameters | None = ROPE
     ) -> Asset:
-        """Return an asset for chunks of *components*, profiled on eight of them."""
+        """Return an asset calibrated on eight chunks of *components*."""
         samples = [(self.chunk(*components, seed=seed), POSITION) for seed in range(8)]
         tables = learn(self.kind, components, samples, rope)
         return parse_asset(pack_asset(self.kind, model, 1, tables))
 
     def shelved(self, *assets: Asset, quality: int = 1) -> AssetCodec:
-        """Return a codec that knows *assets* and encodes single layers by the first."""
+        """Return a codec with *assets*; it encodes single layers by the first."""
         shelf = AssetShelf()
         for asset in assets:
             shelf.add(asset)
@@ -129,7 +129,7 @@ def encode(
     codec: LossyCodec, parts: list[Part], component: Component, position: int = POSITION,
     layer: int = 0,
 ) -> tuple[Bytes, EncodedLayer]:  # fmt: skip
-    """Return a layer as it is stored, and what is said of it."""
+    """Return the stored bytes of a layer, and its EncodedLayer."""
     out = np.empty(codec.max_segment_bytes(component), np.uint8)
     encoded = codec.encode_layer(parts, LayerTerms(component, layer, 1, position), out)
     return out[: encoded.stored_bytes], encoded
@@ -150,7 +150,7 @@ def error_of(found: list[Part], wanted: list[Part], component: Component) -> flo
 
 
 def noise_of(found: list[Part], wanted: list[Part], dtype: DType = DType.bfloat16) -> float:
-    """Return the larger squared error of the parts, over their variance about channels' means."""
+    """Return the squared error over the variance about channel means, of the worse part."""
     ratios = []
     for one, other in zip(found, wanted, strict=True):
         values, numbers = to_float32(other, dtype), to_float32(one, dtype)

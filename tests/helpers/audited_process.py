@@ -1,7 +1,7 @@
-"""A process that puts, gets and asks, and says what of it ran code that came as data.
+"""A process that uses a server and reports events that load or run code.
 
-``python audited_process.py FOLDER`` prints one line for each event of Python's audit hooks that
-loads or runs code, after everything was done once so that all modules are loaded.
+``python audited_process.py FOLDER`` prints one line for each such event of Python's audit hooks in
+a second run; the first run loads all modules.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ TRANSPORTS = ("shm", "tcp", "grpc")
 
 
 def use(server: LocalServer, seed: int) -> None:
-    """Do what engines and people do, through each transport."""
+    """Use the server through each transport."""
     for number, transport in enumerate(TRANSPORTS):
         client = server.connect(transport)  # type: ignore[arg-type]
         keys = keys_of(client, seed + number, 4)
@@ -42,7 +42,7 @@ def use(server: LocalServer, seed: int) -> None:
 
 
 def main(folder: Path) -> None:
-    """Run everything twice, the second time under a hook; then show that the hook sees."""
+    """Run twice, the second time under a hook; then trigger the hook as a control."""
     server = LocalServer(folder, "--bulk", "127.0.0.1:0", "--codec", "disk=lossless")
     use(server, 1)
     seen: list[str] = []

@@ -1,4 +1,4 @@
-"""The service as a stranger sees it: messages of one's own making over a bare connection."""
+"""Handmade messages to the service over a bare connection."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ class Wire:
         return list(self.connection.stream(method, request, DEADLINE_MS))
 
     def put(self, *messages: pb.PutRequest) -> pb.PutResponse:
-        """Stream *messages* as this session's."""
+        """Stream *messages* of this session."""
         for message in messages:
             message.session_id = message.session_id or self.terms.session_id
         return self.connection.upload("Put", iter(messages), DEADLINE_MS, pb.PutResponse)
@@ -53,7 +53,7 @@ class Wire:
         return chunk_key(Namespace(self.terms.key_namespace), ChainDigest(bytes([seed]) * 16))
 
     def reserve(self, *sizes: int) -> pb.ReserveRequest:
-        """Return a request for room for chunks of 16 tokens, of frames of *sizes*."""
+        """Return a request that reserves space for chunks of 16 tokens with frames of *sizes*."""
         count = len(sizes)
         return pb.ReserveRequest(
             digests=b"".join(self.key(seed)[16:] for seed in range(1, count + 1)),
@@ -70,7 +70,7 @@ def wire_to(server: LocalServer) -> Wire:
 
 
 def reheaded(frame: Bytes, **changes: object) -> Bytes:
-    """Return *frame* with other header fields and a header checksum that fits them."""
+    """Return *frame* with changed header fields and a correct header checksum."""
     header: FrameHeader = replace(parse_header(frame), **changes)  # type: ignore[arg-type]
     packed = as_bytes(pack_header(header))
     return np.concatenate([packed, frame[len(packed) :]])

@@ -1,4 +1,4 @@
-"""What tests of blending share: small models of four classes, and prompts with stored chunks."""
+"""Small models of four classes for tests of blending, and prompts with stored chunks."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ _CLASSES: dict[str, tuple[Any, Any]] = {
 OPTIONS = ClientOptions(chunk_tokens=16, deadline_ms=30_000)
 GROUP = LayerGroup(LayerKind.attention, DType.float32, tuple(range(LAYERS)), 2, 16)
 STORED = Model("tiny", "a" * 40, "none", "none", (GROUP,), RopeParameters(1e4, 16), "tokens")
-"""What a store is told of the model "llama" in float32."""
+"""The identity of the model "llama" in float32."""
 
 
 def random_tokens(seed: int, count: int) -> list[int]:
@@ -76,7 +76,7 @@ def random_tokens(seed: int, count: int) -> list[int]:
 
 
 def make_model(name: str = "llama", dtype: torch.dtype = torch.float64) -> PreTrainedModel:
-    """A model of MODELS with random weights, large enough that tokens do attend."""
+    """Return a model of MODELS with random weights, large enough for visible attention."""
     torch.manual_seed(0)
     config_class, model_class = _CLASSES[name.partition("-")[0]]
     config = config_class(
@@ -116,11 +116,11 @@ class World:
         return MemorySource(self.stored)
 
     def full_logits(self) -> Tensor:
-        """The model's own, of the suffix alone: of other rows some CPUs sum them otherwise."""
+        """Return the model's logits of the suffix; other rows sum in another order on some CPUs."""
         return self.own_logits(SUFFIX)
 
     def own_logits(self, count: int) -> Tensor:
-        """The model's own, of the prompt's last *count* tokens; 0: of all."""
+        """Return the model's logits of the prompt's last *count* tokens; 0: of all."""
         with torch.inference_mode():
             ids = torch.tensor([self.tokens])
             found: Tensor = self.model(ids, logits_to_keep=count).logits[0]

@@ -1,4 +1,4 @@
-"""A headless Chromium for tests, spoken to over a pipe: pages, what they logged and asked for.
+"""A headless Chromium for tests, controlled over a pipe: pages, their logs and requests.
 
 The DevTools protocol: JSON messages, each ended by a zero byte, on file descriptors 3 and 4.
 """
@@ -16,7 +16,7 @@ from typing import Any
 
 PROGRAM = shutil.which("chromium") or shutil.which("chromium-browser")
 WHY_NOT = "no Chromium here: make test installs it"
-_ANSWER_S = 60.0
+_REPLY_S = 60.0
 _FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",
@@ -25,16 +25,15 @@ _FLAGS = (
 
 
 class Browser:
-    """One Chromium with one page. *folder* is its profile, which has to be empty.
+    """One Chromium with one page. *folder* is its profile and must be empty.
 
-    ``requests`` are the addresses that pages asked for, ``complaints`` what they logged as an
-    error and what they threw.
+    ``requests`` are the URLs that pages requested, ``errors`` their logged errors and exceptions.
     """
 
     def __init__(self, folder: Path) -> None:
         assert PROGRAM is not None, WHY_NOT
         self.requests: list[str] = []
-        self.complaints: list[str] = []
+        self.errors: list[str] = []
         theirs_in, self._out = os.pipe()
         self._in, theirs_out = os.pipe()
         self._process = subprocess.Popen(
@@ -61,18 +60,18 @@ class Browser:
         if self._session:
             message["sessionId"] = self._session
         os.write(self._out, json.dumps(message).encode() + b"\0")
-        deadline = time.monotonic() + _ANSWER_S
+        deadline = time.monotonic() + _REPLY_S
         while True:
             reply = self._next(deadline)
             if reply.get("id") == self._number:
                 assert "error" not in reply, reply
                 return reply["result"]
-            self._hear(reply)
+            self._record(reply)
 
     def _next(self, deadline: float) -> dict[str, Any]:
         while b"\0" not in self._left:
             left_s = max(0.0, deadline - time.monotonic())
-            assert select.select([self._in], [], [], left_s)[0], "Chromium does not answer"
+            assert select.select([self._in], [], [], left_s)[0], "Chromium does not reply"
             data = os.read(self._in, 1 << 16)
             assert data, "Chromium ended"
             self._left += data
@@ -80,17 +79,17 @@ class Browser:
         found: dict[str, Any] = json.loads(message)
         return found
 
-    def _hear(self, event: dict[str, Any]) -> None:
+    def _record(self, event: dict[str, Any]) -> None:
         terms = event.get("params", {})
         match event.get("method"):
             case "Network.requestWillBeSent":
                 self.requests.append(terms["request"]["url"])
             case "Runtime.exceptionThrown":
-                self.complaints.append(json.dumps(terms["exceptionDetails"]))
+                self.errors.append(json.dumps(terms["exceptionDetails"]))
             case "Runtime.consoleAPICalled" if terms["type"] in ("error", "warning", "assert"):
-                self.complaints.append(json.dumps(terms["args"]))
+                self.errors.append(json.dumps(terms["args"]))
             case "Log.entryAdded" if terms["entry"]["level"] in ("error", "warning"):
-                self.complaints.append(json.dumps(terms["entry"]))
+                self.errors.append(json.dumps(terms["entry"]))
 
     def evaluate(self, expression: str) -> Any:
         return self.call("Runtime.evaluate", expression=expression, returnByValue=True)["result"][
@@ -98,9 +97,9 @@ class Browser:
         ]
 
     def wait_for(self, expression: str) -> None:
-        deadline = time.monotonic() + _ANSWER_S
+        deadline = time.monotonic() + _REPLY_S
         while not self.evaluate(expression):
-            assert time.monotonic() < deadline, f"{expression} did not come true"
+            assert time.monotonic() < deadline, f"{expression} did not become true"
             time.sleep(0.05)
 
     def show(self, url: str, *, width: int = 1280, dark: bool = False) -> None:

@@ -1,4 +1,4 @@
-"""A lossy codec for tests of who may see its frames: the high half of each element."""
+"""A lossy codec for tests of access to its frames: the high half of each element."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class CoarseCodec(LossyCodec):
 
 
 class RoughCodec(CoarseCodec):
-    """Does the same under another name."""
+    """The same codec under another name."""
 
     name = "rough"
     codec_id = 902

@@ -1,4 +1,4 @@
-"""Chunks of a Core where a test wants them: below CPU memory, or under a lease."""
+"""Chunks of a Core below CPU memory, or under a lease."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from kvstore.proto.types import ChunkKey
 
 
 def drop(core: Core, versions: Sequence[Version], tier: str = "cpu") -> None:
-    """Have a tier lose its copies."""
+    """Delete a tier's copies."""
     for version in versions:
         assert core.catalog.drop_copy(tier, version.info.key)
         core.moves.eviction.delete_from(core.slot(tier), version.info.key)
 
 
 def put_low(core: Core, versions: Sequence[Version], tier: str = "disk") -> None:
-    """Put chunks so that only a lower tier has them."""
+    """Put chunks and keep them on a lower tier only."""
     core.put(versions)
     for version in versions:
         ticket = core.moves.copy_to(version.info.key, core.slot(tier), urgent=True)
@@ -31,9 +31,9 @@ def put_low(core: Core, versions: Sequence[Version], tier: str = "disk") -> None
 
 @contextmanager
 def leased(core: Core, versions: Sequence[Version]) -> Iterator[list[ChunkKey]]:
-    """The keys of chunks that are leased meanwhile."""
-    lease_id, known = core.store.open_get(core.session, keys_of(versions), 0)
-    assert known == len(versions)
+    """Lease chunks until the block ends; yield their keys."""
+    lease_id, count = core.store.open_get(core.session, keys_of(versions), 0)
+    assert count == len(versions)
     try:
         yield keys_of(versions)
     finally:

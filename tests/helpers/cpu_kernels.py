@@ -1,7 +1,6 @@
 """The CUDA kernels, compiled for the CPU by g++ and run thread by thread: the same source.
 
-Threads of a block that wait for each other (ballots, shuffles, barriers) run in step: each is a
-coroutine, resumed in turn.
+Threads of a block that synchronize (ballots, shuffles, barriers) are coroutines, resumed in turn.
 """
 
 from __future__ import annotations
@@ -131,7 +130,7 @@ template <class F> static int run_block(F call) {
             makecontext(&thread.start, enter, 0);
             setcontext(&thread.start);
         }
-        if (is_live && progress == before) return 3;  // some wait for who never comes
+        if (is_live && progress == before) return 3;  // deadlock: no thread advances
     }
     return 0;
 }
@@ -177,7 +176,7 @@ def compile_kernels(
     folder: Path, sources: Sequence[Path] = (SOURCE,), names: Sequence[str] = _NAMES,
     threads: int = THREADS,
 ) -> Launch:  # fmt: skip
-    """Compile *sources*, one behind the other, into *folder*; return how to run their kernels."""
+    """Compile *sources*, concatenated, into *folder*; return a function that runs their kernels."""
     cases = [f'if (!strcmp(name, "{n}")) return launch({n}, given, count);' for n in names]
     source = "".join(each.read_text() for each in sources)
     runner = _IN_STEP if re.search(r"_sync|__syncthreads", source) else _ONE_BY_ONE
@@ -203,13 +202,13 @@ def compile_kernels(
 
 
 def guarded(size_bytes: int) -> torch.Tensor:
-    """Return bytes behind which, and a page before which, no read or write survives."""
+    """Return bytes between protected pages: an access past the end crashes."""
     page = mmap.PAGESIZE
-    room = -(-size_bytes // page) * page
-    memory = mmap.mmap(-1, room + 2 * page)
+    rounded = -(-size_bytes // page) * page
+    memory = mmap.mmap(-1, rounded + 2 * page)
     start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
     protect = ctypes.CDLL(None, use_errno=True).mprotect
-    for at in (start, start + page + room):
+    for at in (start, start + page + rounded):
         assert not protect(ctypes.c_void_p(at), ctypes.c_size_t(page), 0), ctypes.get_errno()
     whole = torch.frombuffer(memory, dtype=torch.uint8)
-    return whole[page + room - size_bytes : page + room]
+    return whole[page + rounded - size_bytes : page + rounded]

@@ -1,4 +1,4 @@
-"""What tests prove who they are with: a CA of their own, certificates, API keys and tokens."""
+"""Credentials for tests: a CA, certificates and API keys."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class Authority:
         days: float = 1,
         hosts: Sequence[str] = ("localhost",),
     ) -> tuple[Path, Path]:
-        """Return the files of a certificate for *hosts* and its key; *days* it is valid for."""
+        """Return the files of a certificate for *hosts*, valid for *days*, and its key."""
         key = ec.generate_private_key(ec.SECP256R1())
         subject = [x509.NameAttribute(NameOID.COMMON_NAME, name)]
         if tenant:
@@ -78,7 +78,7 @@ class Authority:
         return cert_path, key_path
 
     def revoke(self, *certificates: Path, hours: float = 1, critical: bool = False) -> Path:
-        """Write the list of certificates that are taken back; return its file."""
+        """Write a certificate revocation list; return its file."""
         now = datetime.datetime.now(datetime.UTC)
         listed = (
             x509.CertificateRevocationListBuilder()

@@ -14,7 +14,7 @@ ARCHITECTURES = ["sm_75", "sm_80", "sm_90", "sm_100"]
 
 @dataclass(frozen=True, slots=True)
 class Resources:
-    """What one kernel takes of a multiprocessor, a thread and a block."""
+    """Resources of one kernel, a thread and a block."""
 
     registers: int
     spilled_bytes: int
@@ -29,7 +29,7 @@ def _library() -> ctypes.CDLL:
 
 
 def compile_cuda(sources: Sequence[Path], architecture: str, *flags: str) -> tuple[int, str, bytes]:
-    """Compile *sources*, one behind the other: the status (0: well), the log, the binary."""
+    """Compile *sources*, concatenated; return status (0: success), log and binary."""
     compiler = _library()
     program = ctypes.c_void_p()
     text = b"".join(source.read_bytes() for source in sources)
@@ -52,7 +52,7 @@ def compile_cuda(sources: Sequence[Path], architecture: str, *flags: str) -> tup
 
 
 def resources(sources: Sequence[Path], architecture: str, *flags: str) -> dict[str, Resources]:
-    """Return what each kernel of *sources* takes, as the assembler says."""
+    """Return the resources of each kernel of *sources*, as the assembler reports them."""
     status, log, _ = compile_cuda(sources, architecture, *flags, "--ptxas-options=-v")
     assert not status, log
     found = {}

@@ -1,6 +1,6 @@
-"""A client on a CUDA device: puts chunks out of its memory and reads them into pages there.
+"""A client on a CUDA device: puts chunks from its memory and reads them into pages there.
 
-Prints what became of each put, how many chunks were read, and whether all of them are right.
+Prints the outcome of each put, the number of chunks read, and whether all are correct.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ CHUNK_TOKENS, BLOCK_TOKENS, COUNT, SLOT_BYTES = 16, 8, 5, 4096
 
 
 def main(address: str) -> None:
-    """Put a prompt of COUNT chunks to the server at *address*, behind late work on the device."""
+    """Put a prompt of COUNT chunks to the server at *address*, after slow work on the device."""
     cuda = torch.device("cuda", 0)
     device = open_device(cuda)
     memory = device.allocate(COUNT * SLOT_BYTES)
@@ -34,7 +34,7 @@ def main(address: str) -> None:
     with CudaClient(address, SMALL, options) as client:
         keys = keys_of(client, 1, COUNT)
         frames = [torch.from_numpy(frame_of(key, SMALL)).to(cuda) for key in keys]
-        torch.cuda._sleep(200_000_000)  # a forward that is still at work
+        torch.cuda._sleep(200_000_000)  # a forward pass that is still running
         for at, frame in enumerate(frames):
             start = at * SLOT_BYTES
             memory[start + head : start + len(frame)].copy_(frame[head:])

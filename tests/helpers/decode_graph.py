@@ -11,14 +11,14 @@ from helpers.paged_engine import BLOCK_TOKENS, BLOCKS, HEAD_DIM, PagedEngine, _B
 from typing_extensions import override
 
 ROWS = 4
-"""Requests of a step at most; what is not used writes into the block that stands for none."""
+"""Most requests of a step; unused rows write into the null block."""
 ROW_BLOCKS = BLOCKS // 2
-"""Blocks of a request at most."""
+"""Most blocks of a request."""
 
 
 @dataclass(frozen=True, slots=True)
 class _Rows:
-    """What a decode step works on: memory that stays, filled anew for each."""
+    """Static inputs of a decode step, refilled for each."""
 
     pages: Sequence[torch.Tensor]
     ids: torch.Tensor
@@ -31,7 +31,7 @@ class _Rows:
         return blocks * BLOCK_TOKENS + self.positions % BLOCK_TOKENS
 
     def attend(self, pages: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        """Return what (heads, requests, head_dim) see, each in its own blocks."""
+        """Return attention of *query* (heads, requests, head_dim) over each request's blocks."""
         whole = pages[self.tables].transpose(1, 2).flatten(2, 3)
         keys, values = whole.split(HEAD_DIM, -1)
         at = torch.arange(keys.shape[2], device=pages.device)
@@ -43,7 +43,7 @@ class _Rows:
 
 
 class GraphEngine(PagedEngine):
-    """Replays what it captured where every request of a step computes one token."""
+    """Replays a captured graph if every request of a step computes one token."""
 
     def __init__(self, address: str | None, *more: Any, **settings: Any) -> None:
         super().__init__(address, *more, **settings)
@@ -55,7 +55,7 @@ class GraphEngine(PagedEngine):
         if self.place.type == "cuda":
             torch.cuda.synchronize()
             self._graph = torch.cuda.CUDAGraph()
-            # Threads of a store are at work meanwhile.
+            # Threads of the store run meanwhile.
             with torch.cuda.graph(self._graph, capture_error_mode="thread_local"):
                 self._sampled = self._decode()
 

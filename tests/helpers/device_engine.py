@@ -1,4 +1,4 @@
-"""An engine's pages on the CPU in place of a device, and a server whose gpu tier is there."""
+"""An engine's pages on the CPU in place of a device, and reads into them."""
 
 from __future__ import annotations
 
@@ -32,24 +32,24 @@ class Engine:
         self.block_ids = list(reversed(range(blocks)))
 
     def paged(self, block_ids: Sequence[int] | None = None) -> Paged:
-        """Return the request's place: its own blocks unless given others."""
+        """Return the request's pages, with *block_ids* or its own blocks."""
         return paged_in(self.tensor, self.block_ids if block_ids is None else block_ids)
 
     def slots(self, layer: int, part: int) -> torch.Tensor:
-        """(kv_heads, slots, head_dim) in the order of the request's tokens."""
+        """Return (kv_heads, slots, head_dim) in the order of the request's tokens."""
         ordered = self.tensor[layer, part, self.block_ids]
         return ordered.flatten(0, 1).transpose(0, 1)
 
     def has(self, key: ChunkKey, index: int, representation: Model, size: int) -> bool:
         return self.holds(tensors_of(key, representation, size), index)
 
-    def holds(self, right: ChunkTensors, index: int) -> bool:
-        """Whether the chunk's tensors are where chunk *index* of the request belongs."""
-        start, size = index * CHUNK_TOKENS, right[0][0][0].shape[1]
-        for layer, parts in enumerate(right[0]):
-            for part, wanted in enumerate(parts):
-                there = self.slots(layer, part)[:, start : start + size]
-                if not torch.equal(raw_bytes(there), raw_bytes(to_torch(wanted, self.dtype))):
+    def holds(self, expected: ChunkTensors, index: int) -> bool:
+        """Whether the pages have the chunk's tensors at chunk *index* of the request."""
+        start, size = index * CHUNK_TOKENS, expected[0][0][0].shape[1]
+        for layer, parts in enumerate(expected[0]):
+            for part, data in enumerate(parts):
+                found = self.slots(layer, part)[:, start : start + size]
+                if not torch.equal(raw_bytes(found), raw_bytes(to_torch(data, self.dtype))):
                     return False
         return True
 
@@ -75,7 +75,7 @@ def read_pages(
     accuracy: Accuracy = Accuracy.exact,
     reader: DeviceReader | None = None,
 ) -> int:
-    """Read chunks into pages behind torch's current stream, by a reader of its own if None."""
+    """Read chunks into pages after torch's current stream; without *reader* by a new one."""
     layout = KVLayout.of(client.model, client.options.chunk_tokens)
     device = open_device(paged.pages[0].first.device)
     used = reader or DeviceReader(device, raw_frame_bytes(layout))

@@ -1,4 +1,4 @@
-"""Frames in memory that no read survives leaving, pages full of noise; the CPU in a GPU's place."""
+"""Frames in guarded memory and pages full of noise, on the CPU in place of a GPU."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BLOCK_TOKENS, FIRST_TOKEN = 16, 11
 
 @dataclass(frozen=True, slots=True)
 class Place:
-    """Frames one behind the other in memory, and where their tokens go."""
+    """Consecutive frames in memory, and the pages for their tokens."""
 
     memory: torch.Tensor
     frames: list[FrameAt]
@@ -39,7 +39,7 @@ class Place:
 
     @classmethod
     def of(cls, frames: Sequence[Bytes], device: torch.device = CPU) -> Place:
-        """Return a place on *device*; the same one for frames of the same layout."""
+        """Return a Place on *device*, equal for frames of one layout."""
         headers = [parse_header(frame) for frame in frames]
         sizes = [-(-len(frame) // 64) * 64 for frame in frames]
         total = sum(sizes)
@@ -57,12 +57,12 @@ class Place:
         return cls(memory.to(device), places, Paged(pages, [ids]))
 
     def contents(self) -> list[bytes]:
-        """Return what the pages hold."""
+        """Return the bytes of the pages."""
         views = [view for pages in self.paged.pages for parts in pages.views for view in parts]
         return [view.contiguous().view(torch.uint8).cpu().numpy().tobytes() for view in views]
 
     def write(self, frame: FrameAt, tensors: Tensors) -> None:
-        """Put *tensors* where the tokens of *frame* belong, one after another."""
+        """Write *tensors* to the slots of *frame*'s tokens, one token at a time."""
         for pages, layers in zip(self.paged.pages, tensors, strict=True):
             for views, parts in zip(pages.views, layers, strict=True):
                 for view, part in zip(views, parts, strict=True):
@@ -91,7 +91,7 @@ def decoded(frame: Bytes, decode: Callable[[FrameHeader, Bytes, Tensors], None])
 
 
 def is_refused(call: Callable[[], object]) -> bool:
-    """Whether *call* says that a frame is not right."""
+    """Whether *call* raises that a frame is invalid."""
     try:
         call()
     except (InvalidFrameError, UnknownCodecError):
@@ -100,7 +100,7 @@ def is_refused(call: Callable[[], object]) -> bool:
 
 
 def use_device(monkeypatch: pytest.MonkeyPatch, folder: Path, device: Device) -> None:
-    """Have servers that start from now on put their gpu tier on *device*."""
+    """Make servers that start from now on put their gpu tier on *device*."""
 
     def open_tier(config: GpuConfig) -> GpuTier:
         return GpuTier(config.capacity_bytes, device, 4096)
@@ -110,7 +110,7 @@ def use_device(monkeypatch: pytest.MonkeyPatch, folder: Path, device: Device) ->
 
 
 def frame_on_device(gpu: GpuTier, key: ChunkKey) -> torch.Tensor:
-    """Return the bytes of a sealed frame where they lie, to look at or to damage."""
+    """Return a view of a sealed frame's bytes, to read or to damage."""
     place = gpu.locate(key)
     assert place is not None
     return gpu.memory[place.offset : place.offset + place.size_bytes]

@@ -1,4 +1,4 @@
-"""Damage to frames: where they lie on a server's disk tier, and to their headers."""
+"""Damage to frames on a server's disk tier, and to frame headers."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from kvstore.proto.types import KEY_BYTES, ChunkKey
 
 
 def frames_in(path: Path) -> dict[ChunkKey, tuple[int, int]]:
-    """Return where the frames of an extent lie: offset and size by key."""
+    """Return the offset and size of each frame of an extent, by key."""
     data, found = path.read_bytes(), {}
     start = data.find(MAGIC)
     while start >= 0:
@@ -35,7 +35,7 @@ def flip_a_bit(disk: Path, key: ChunkKey) -> None:
 
 
 def resigned(frame: Bytes, edits: dict[int, bytes]) -> Bytes:
-    """Return *frame* with bytes of its header replaced and the header's checksum made right."""
+    """Return *frame* with bytes of its header replaced and a correct header checksum."""
     out = frame.copy()
     for at, data in edits.items():
         out[at : at + len(data)] = as_bytes(data)

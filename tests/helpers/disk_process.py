@@ -1,4 +1,4 @@
-"""A real process that seals chunks on a disk tier and says so, until it is killed.
+"""A process that seals chunks on a disk tier and reports each, until it is killed.
 
 As a program: disk_process.py FOLDER FIRST_SEED (0: seal nothing, only hold the folder).
 """
@@ -33,13 +33,13 @@ _THREADS = 3
 def open_disk(
     path: Path, capacity_bytes: int = 4 << 20, index_bytes: int = INDEX_BYTES
 ) -> DiskTier:
-    """Open a tier whose clock stands still: nothing is committed unless someone asks."""
+    """Open a tier with a stopped clock: it commits only on request."""
     folder = (path, capacity_bytes)
     return DiskTier(folder, file_bytes=EXTENT_BYTES, index_bytes=index_bytes, clock=lambda: 0.0)
 
 
-def note(owed: dict[str, int], line: str) -> int:
-    """Take note of what the sealer told; return how many chunks it promised."""
+def record(owed: dict[str, int], line: str) -> int:
+    """Record a line of the sealer in *owed*; return how many chunks it reported as durable."""
     verb, key, *seed = line.split()
     if verb == "sealed":
         owed[key] = int(seed[0])
@@ -49,7 +49,7 @@ def note(owed: dict[str, int], line: str) -> int:
 
 
 def is_whole(tier: DiskTier, info: ChunkInfo) -> bool:
-    """Whether what lies there is the frame that it says it is."""
+    """Whether the stored frame is intact."""
     found = get(tier, info)
     assert found is not None
     try:
@@ -61,7 +61,7 @@ def is_whole(tier: DiskTier, info: ChunkInfo) -> bool:
 
 @contextmanager
 def sealer(path: Path, first_seed: int) -> Iterator[subprocess.Popen[str]]:
-    """Run this file on *path* and wait until it owns it; killed with SIGKILL at the end."""
+    """Run this file on *path* until it owns the folder; kill it with SIGKILL at the end."""
     child = subprocess.Popen(
         [sys.executable, __file__, str(path), str(first_seed)],
         stdout=subprocess.PIPE,
@@ -78,21 +78,21 @@ def sealer(path: Path, first_seed: int) -> Iterator[subprocess.Popen[str]]:
             child.wait()
 
 
-def tell(line: str) -> None:
+def report(line: str) -> None:
     """Write one line in one call: a kill cuts between lines."""
     os.write(sys.stdout.fileno(), f"{line}\n".encode())
 
 
 class Sealer:
-    """Seals real frames for ever, two of three durably, deleting the oldest for room."""
+    """Seals frames for ever, five of seven durably, and deletes the oldest to make space."""
 
     def __init__(self, tier: DiskTier) -> None:
         self._tier = tier
-        self._untold: set[ChunkKey] = set()
-        """Sealed, perhaps, and not told yet: deleting these would be told too early."""
+        self._unreported: set[ChunkKey] = set()
+        """Perhaps sealed but not reported: these must not be deleted yet."""
 
     def run(self, seed: int) -> None:
-        """Put every third seed from *seed* on; tell of durable ones once the seal returned."""
+        """Put every third seed from *seed* on; report durable ones after the seal."""
         while True:
             info, frame = make_frame(seed, tokens=16 + seed % 200)
             reservation: Reservation | None = None
@@ -100,28 +100,28 @@ class Sealer:
                 try:
                     reservation = self._tier.reserve(info)
                 except TierFullError:
-                    self._make_room()
+                    self._make_space()
             self._tier.write(reservation, frame)
-            self._untold.add(info.key)
+            self._unreported.add(info.key)
             durable = seed % 7 > 1
             self._tier.seal(reservation, durable=durable)
             if durable:
-                tell(f"sealed {info.key.hex()} {seed}")
-            self._untold.discard(info.key)
+                report(f"sealed {info.key.hex()} {seed}")
+            self._unreported.discard(info.key)
             seed += _THREADS
 
-    def _make_room(self) -> None:
-        told = (info.key for info in self._tier.scan() if info.key not in self._untold)
-        if oldest := next(told, None):
-            tell(f"delete {oldest.hex()}")
+    def _make_space(self) -> None:
+        reported = (info.key for info in self._tier.scan() if info.key not in self._unreported)
+        if oldest := next(reported, None):
+            report(f"delete {oldest.hex()}")
             self._tier.delete(oldest)
 
 
 def main() -> None:
-    """Own the folder, say so, and work until killed."""
+    """Open the folder, print "ready", and run until killed."""
     folder = (Path(sys.argv[1]), SEALER_BYTES)
     tier = DiskTier(folder, file_bytes=EXTENT_BYTES, index_bytes=INDEX_BYTES)
-    tell("ready")
+    report("ready")
     if first := int(sys.argv[2]):
         work = Sealer(tier)
         for thread in range(_THREADS):

@@ -1,4 +1,4 @@
-"""Prompts of documents, put so that these are found elsewhere, and what a Resolve says of them."""
+"""Prompts of documents stored for reuse in other prompts, and results of Resolve."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def make_content_index(limit: int) -> ContentIndex:
 def prompt_of(
     head: Sequence[int], *documents: Sequence[int]
 ) -> tuple[list[int], list[SegmentRange]]:
-    """Return a prompt of a head, documents and a question, and where the documents are."""
+    """Return a prompt of a head, documents and a question, and the ranges of the documents."""
     prompt, ranges = list(head), []
     for document in documents:
         ranges.append(SegmentRange(len(prompt), len(prompt) + len(document)))
@@ -65,7 +65,7 @@ def put_prompt(
 
 
 def kinds(resolved: SegmentMatch) -> list[list[str]]:
-    """Return for each segment what there is of each chunk."""
+    """Return the kind of each chunk, by segment: exact, variant or none."""
     return [
         [
             "exact" if one.is_exact else "variant" if one.variants else "none"
@@ -80,13 +80,13 @@ def keys_of(client: Client, segment: NamedSegment) -> list[ChunkKey]:
 
 
 def read(resolved: SegmentMatch) -> list[ChunkTensors]:
-    """Read all that was resolved layer by layer; return the chunks."""
+    """Read all resolved chunks by layer; return them."""
     layers = [list(layer.tensors) for layer in resolved.layers(list(resolved.chunks()))]
     return [[[layer[number] for layer in layers]] for number in range(len(layers[0]))]
 
 
 def report_of(resolved: SegmentMatch, shadow: ShadowResult | None = None) -> ReuseReport:
-    """Return a report that measured every chunk, its last token the most."""
+    """Return a report with deviations of every chunk, the largest of its last token."""
     chunks = tuple(
         ChunkReport(
             one.best.digest,

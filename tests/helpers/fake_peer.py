@@ -1,4 +1,4 @@
-"""A peer of a server under test that answers as it likes: a listener, and a thread a stream."""
+"""A fake peer of a server under test with controlled replies; a thread for each stream."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ PATIENT = Limits(peer_timeout_ms=20_000)
 M = TypeVar("M", pb.OpenPeerResponse, pb.StreamAttach)
 Message = Sent
 Lie = Callable[[Message], Iterable[Message]]
-"""What is sent instead of one right message: another, several, none; it hangs up by an error."""
+"""Returns what is sent instead of a correct message: others or none; an error hangs up."""
 
 
 def peer_session(where: str, certificate: bytes = b"") -> pb.OpenPeerResponse:
@@ -54,7 +54,7 @@ def other(message: M, **fields: Any) -> M:
 
 
 class FakePeer:
-    """Has *frames*, and sends what *lie* makes of its answers. ``dial`` stands in for gRPC's."""
+    """A peer with *frames* whose replies pass through *lie*. ``dial`` replaces that of gRPC."""
 
     def __init__(self, frames: Mapping[ChunkKey, Bytes], lie: Lie | None = None) -> None:
         self.lie: Lie = lie or (lambda message: [message])
@@ -81,20 +81,20 @@ class FakePeer:
                 return
             wire = FramedSocket(link, "server", time.monotonic, is_encrypted=False)
             self._wires.append(wire)
-            self._threads.append(threading.Thread(target=self._answer, args=(wire,)))
+            self._threads.append(threading.Thread(target=self._serve, args=(wire,)))
             self._threads[-1].start()
 
-    def _answer(self, wire: FramedSocket) -> None:
+    def _serve(self, wire: FramedSocket) -> None:
         wire.set_timeout(3600.0, math.inf)
         try:
             while True:
-                for answer in self._answers(receive(wire)[0]):
-                    for message, data in self.lie(answer):
+                for reply in self._replies(receive(wire)[0]):
+                    for message, data in self.lie(reply):
                         send(wire, message, data)
         except KVStoreError:
             wire.close()
 
-    def _answers(self, message: pb.StreamMessage) -> list[Message]:
+    def _replies(self, message: pb.StreamMessage) -> list[Message]:
         number = message.request
         if message.HasField("attach"):
             return [(ready(number), b"")]
@@ -130,19 +130,19 @@ class FakePeer:
 
 
 @contextmanager
-def asking(
+def connected(
     *fakes: FakePeer,
     counters: Counters | None = None,
     clock: Callable[[], float] = time.monotonic,
     limits: Limits = PATIENT,
 ) -> Iterator[Peers]:
-    """A server's peers, for which *fakes* stand in; all are closed in the end."""
+    """Yield a server's Peers connected to *fakes*; all are closed at the end."""
     dials = {f"127.0.0.1:{number}": fake.dial for number, fake in enumerate(fakes, 1)}
     with ExitStack() as stack:
         for fake in fakes:
             stack.callback(fake.close)
         peers = Peers(
-            tuple(dials), limits, lambda *say: dials[say[0]](*say), counters or Counters(), clock
+            tuple(dials), limits, lambda *call: dials[call[0]](*call), counters or Counters(), clock
         )
         stack.callback(peers.close)
         yield peers
@@ -153,10 +153,10 @@ def is_part(message: Message) -> bool:
 
 
 def is_found(message: Message) -> bool:
-    """Whether *message* answers a find, of a chunk that is there."""
+    """Whether *message* is the reply of a find with a stored chunk."""
     return any(message[0].found.rows)
 
 
 def refusal(request: int) -> Message:
-    """Return what a peer says that has too much to do."""
+    """Return the reply of an overloaded peer."""
     return failed(request, "QuotaExceededError", "busy"), b""

@@ -1,7 +1,7 @@
-"""A program whose client is used on both sides of a fork; prints as JSON what went wrong.
+"""A program that uses a client on both sides of a fork; prints the errors as JSON.
 
-``python tests/helpers/forking_client.py SCENARIO ADDRESS TRANSPORT``. A process of its own: a
-pytest that forks would take along whatever other tests left in it.
+``python tests/helpers/forking_client.py SCENARIO ADDRESS TRANSPORT``. It is its own process, as a
+forked pytest would inherit the state of other tests.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kvstore.proto.errors import KVStoreError, LeaseExpiredError, QuotaExceededE
 from kvstore.proto.types import ChunkKey
 
 CHUNKS = 4
-"""Of a prompt."""
+"""Chunks of a prompt."""
 DEADLINE_MS = 20_000
 STARTED_S = 60.0
 SALT = " ".join(sys.argv[1:]).encode()
-"""Of all keys, so that no run finds another's chunks."""
+"""Salt of all keys, so that no run finds another's chunks."""
 TINYLM = Path(__file__).parents[2] / "data" / "tinylm"
 
 
@@ -57,18 +57,18 @@ def prompt(client: Client, seed: int) -> tuple[list[ChunkKey], list[Chunk]]:
 
 
 def faults(keys: Sequence[ChunkKey], found: Sequence[ChunkTensors], what: str) -> list[str]:
-    """Return what is wrong with the chunks that were read for *keys*."""
-    wrong = [
+    """Return the errors of the chunks that were read for *keys*."""
+    errors = [
         f"{what}: chunk {number} is wrong"
         for number, (key, tensors) in enumerate(zip(keys, found, strict=False))
         if not equal(tensors, tensors_of(key, SMALL, 16))
     ]
-    return wrong + [f"{what}: {len(found)} of {len(keys)}"] * (len(found) != len(keys))
+    return errors + [f"{what}: {len(found)} of {len(keys)}"] * (len(found) != len(keys))
 
 
 @contextmanager
 def forked(work: Callable[[], list[str]], found: list[str]) -> Iterator[None]:
-    """Do *work* in a child meanwhile; what it finds wrong comes to *found*."""
+    """Run *work* in a child during the block; add its errors to *found*."""
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -76,15 +76,15 @@ def forked(work: Callable[[], list[str]], found: list[str]) -> Iterator[None]:
         try:
             result = work()
         finally:
-            said = [traceback.format_exc()] if result is None else result
-            os.write(write, json.dumps(said[:20]).encode())
+            errors = [traceback.format_exc()] if result is None else result
+            os.write(write, json.dumps(errors[:20]).encode())
             os._exit(0)
     os.close(write)
     yield
     with os.fdopen(read, "rb") as pipe:
-        heard = pipe.read()
+        output = pipe.read()
     _, status = os.waitpid(child, 0)
-    found += json.loads(heard) if heard else []
+    found += json.loads(output) if output else []
     found += [f"a child ended with status {status}"] * (status != 0)
 
 
@@ -97,7 +97,7 @@ class Both:
         self.round_trip(range(1))
 
     def round_trip(self, seeds: Sequence[int]) -> list[str]:
-        """Put, look up and get the prompts of *seeds*, each way; return what went wrong."""
+        """Put, look up and get the prompts of *seeds* with both clients; return the errors."""
         ways: list[tuple[Any, Callable[[Any], Any], int]] = [
             (self.client, lambda done: done, 0), (self.other, asyncio.run, 500),
         ]  # fmt: skip
@@ -113,7 +113,7 @@ class Both:
 
 
 def twice(address: str, transport: str) -> list[str]:
-    """All three processes put, look up and get; a client that knew nothing of it reads all."""
+    """Three processes put, look up and get; then a new client reads all."""
     both, found = Both(address, transport), list[str]()
     children = [partial(both.round_trip, range(start, start + 6)) for start in (10, 20)]
     with forked(children[0], found), forked(children[1], found):
@@ -127,7 +127,7 @@ def twice(address: str, transport: str) -> list[str]:
 
 
 def generations(address: str, transport: str) -> list[str]:
-    """A child of a child, and one that closes its client and ends like any program."""
+    """A grandchild, and children that close the client or exit normally."""
     both, found = Both(address, transport), list[str]()
     session_id = both.client._link.connected().session.terms.session_id
 
@@ -152,7 +152,7 @@ def generations(address: str, transport: str) -> list[str]:
     ending = os.fork()
     if not ending:
         both.round_trip(range(70, 71))
-        sys.exit(0)  # with all that an interpreter does at its end
+        sys.exit(0)  # runs the interpreter's shutdown
     status = os.waitpid(ending, 0)[1]
     found += [f"a child that ended by itself: {status}"] * (status != 0)
     found += both.round_trip(range(80, 82))
@@ -163,7 +163,7 @@ def generations(address: str, transport: str) -> list[str]:
 
 
 class Beside:
-    """What threads of the parent do while it forks; ``found`` is what went wrong."""
+    """Threads of the parent that run while it forks; ``found``: their errors."""
 
     def __init__(self, both: Both) -> None:
         self.both = both
@@ -172,12 +172,12 @@ class Beside:
         both.client.put_chunks(chunks)
         self.awaited, self.late = prompt(both.client, 91)
         both.client.announce_puts(self.awaited, within=60.0)
-        self.hears, self.has_heard, self.stop = (threading.Event() for _ in range(3))
+        self.is_following, self.has_event, self.stop = (threading.Event() for _ in range(3))
         works = (self.read, self.read, self.wait, self.follow)
         self.threads = [threading.Thread(target=self.tried, args=(work,)) for work in works]
         for thread in self.threads:
             thread.start()
-        assert self.hears.wait(STARTED_S)
+        assert self.is_following.wait(STARTED_S)
 
     def tried(self, work: Callable[[], None]) -> None:
         try:
@@ -196,9 +196,9 @@ class Beside:
     def follow(self) -> None:
         with self.both.client.events() as stream:
             for page in stream:
-                self.hears.set()
+                self.is_following.set()
                 if any(event.key == self.awaited[0] for event in page.events):
-                    self.has_heard.set()
+                    self.has_event.set()
                     return
 
     def end(self) -> list[str]:
@@ -206,11 +206,11 @@ class Beside:
         self.both.client.put_chunks(self.late)
         for thread in self.threads:
             thread.join(STARTED_S)
-        return self.found + ["events were not heard"] * (not self.has_heard.is_set())
+        return self.found + ["events were not received"] * (not self.has_event.is_set())
 
 
 def busy(address: str, transport: str) -> list[str]:
-    """The parent's threads read all the time, wait for chunks and follow events meanwhile."""
+    """The parent's threads read, wait for chunks and follow events during forks."""
     both, found = Both(address, transport), list[str]()
     beside = Beside(both)
     for start in (100, 110, 120):
@@ -221,7 +221,7 @@ def busy(address: str, transport: str) -> list[str]:
 
 
 def held(address: str, transport: str) -> list[str]:
-    """What the parent holds is of no use to a child, which leaves it alone."""
+    """Leases and streams of the parent fail in a child and stay usable in the parent."""
     both, found = Both(address, transport), list[str]()
     client = both.client
     keys, chunks = prompt(client, 130)
@@ -247,7 +247,7 @@ def held(address: str, transport: str) -> list[str]:
         for name, work in tries.items():
             try:
                 work()
-                kept.append(f"{name} did something in a child")
+                kept.append(f"{name} worked in a child")
             except LeaseExpiredError:
                 continue
         lease.release()
@@ -271,15 +271,15 @@ def held(address: str, transport: str) -> list[str]:
     return found
 
 
-def work_of_child(client: Client, seed: int, told: Any) -> None:
-    """What a process does that multiprocessing started, however it did."""
+def work_of_child(client: Client, seed: int, result: Any) -> None:
+    """The work of a process that multiprocessing started."""
     keys, chunks = prompt(client, seed)
     client.put_chunks(chunks)
-    told.send(faults(keys, client.get_chunks(keys), f"{seed}"))
+    result.send(faults(keys, client.get_chunks(keys), f"{seed}"))
 
 
 def methods(address: str, transport: str) -> list[str]:
-    """A client is given to a process that multiprocessing starts in each of its ways."""
+    """A client is passed to processes of each multiprocessing start method."""
     both, found = Both(address, transport), list[str]()
     for seed, method in enumerate(("fork", "forkserver", "spawn"), 150):
         context: Any = multiprocessing.get_context(method)
@@ -287,14 +287,14 @@ def methods(address: str, transport: str) -> list[str]:
         process = context.Process(target=work_of_child, args=(both.client, seed, theirs))
         process.start()
         found += both.round_trip(range(160, 161))
-        found += ours.recv() if ours.poll(STARTED_S) else [f"{method}: no answer"]
+        found += ours.recv() if ours.poll(STARTED_S) else [f"{method}: no reply"]
         process.join()
         found += [f"{method}: {process.exitcode}"] * (process.exitcode != 0)
     return found
 
 
 class Prompts:
-    """A data set whose items are read from the store, each by the worker that it falls to."""
+    """A data set whose items the workers read from the store."""
 
     def __init__(self, client: Client) -> None:
         self.client = client
@@ -325,7 +325,7 @@ def loader(address: str, transport: str) -> list[str]:
 def make_engine(
     address: str, transport: str, **settings: Any
 ) -> tuple[Any, Any, Callable[[int], list[str]]]:
-    """Return a connector for transformers, its model, and what generates from a prompt twice."""
+    """Return a transformers connector, its model, and a function that generates a prompt twice."""
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
@@ -364,12 +364,12 @@ def connector(address: str, transport: str) -> list[str]:
 
 
 def inside(address: str, transport: str) -> list[str]:
-    """A child generates with a connector that threads of the parent are inside of: one copies to
-    the host, and one looks at the weights.
+    """A child generates with a connector while threads of the parent are inside it: one copies to
+    the host, and one reads the weights.
     """
     from kvstore.proto.device import HostDevice, Stream
 
-    copies, looks, go = (threading.Event() for _ in range(3))
+    copies, reads, go = (threading.Event() for _ in range(3))
 
     def wait(thread: str, is_inside: threading.Event) -> None:
         if threading.current_thread().name == thread:
@@ -385,7 +385,7 @@ def inside(address: str, transport: str) -> list[str]:
     parameters, found = model.parameters, list[str]()
 
     def slow_parameters(*args: Any) -> Any:
-        wait("looks", looks)
+        wait("reads", reads)
         return parameters(*args)
 
     def child() -> list[str]:
@@ -393,7 +393,7 @@ def inside(address: str, transport: str) -> list[str]:
         return run(311)
 
     model.parameters = slow_parameters
-    works = {"copies": (run, 310, copies), "looks": (engine.load, [[1, 2, 3]], looks)}
+    works = {"copies": (run, 310, copies), "reads": (engine.load, [[1, 2, 3]], reads)}
     threads = []
     for name, (work, argument, is_inside) in works.items():
         threads.append(threading.Thread(target=work, args=(argument,), name=name))
@@ -407,7 +407,7 @@ def inside(address: str, transport: str) -> list[str]:
 
 
 def dropped(address: str, transport: str) -> list[str]:
-    """As many clients are made and dropped as would take all sessions of the server."""
+    """More clients are made and dropped than the server has sessions."""
     for seed in range(300):
         client = Client(address, SMALL, options(transport))
         assert client.namespace, seed
@@ -424,7 +424,7 @@ def dropped(address: str, transport: str) -> list[str]:
 
 
 def kept(address: str, transport: str) -> list[str]:
-    """One process keeps more clients than the server has sessions; another process's reads."""
+    """One process keeps more clients than the server has sessions; another process reads."""
     clients, refusals = list[Client](), set[str]()
     for _ in range(300):
         clients.append(Client(address, SMALL, options(transport)))
@@ -436,17 +436,17 @@ def kept(address: str, transport: str) -> list[str]:
     ours, theirs = context.Pipe()
     process = context.Process(target=work_of_child, args=(clients[0], 450, theirs))
     process.start()
-    found = list(ours.recv()) if ours.poll(STARTED_S) else ["no answer of the other process"]
+    found = list(ours.recv()) if ours.poll(STARTED_S) else ["no reply from the other process"]
     process.join()
     for client in clients:
         client.close()
     words = ("one process with", "close some", "max_sessions=256")
-    is_told = refusals and all(word in one for one in refusals for word in words)
-    return found + [f"refusals: {refusals}"] * (not is_told)
+    is_explained = refusals and all(word in one for one in refusals for word in words)
+    return found + [f"refusals: {refusals}"] * (not is_explained)
 
 
 def followed(address: str, transport: str) -> list[str]:
-    """The process forks while it follows events, which never end by themselves."""
+    """The process forks while it follows events, a stream that never ends."""
     client = Client(address, SMALL, options(transport))
     took_s = []
     with client.events() as stream:
@@ -464,7 +464,7 @@ def followed(address: str, transport: str) -> list[str]:
 
 
 def late(address: str, transport: str) -> list[str]:
-    """The process forks for as long as a call to a silent server lasts; another has 300 ms."""
+    """A fork waits for a call to a silent server; a lookup meanwhile has 300 ms."""
     limits = ClientOptions(transport, chunk_tokens=16, deadline_ms=300)  # type: ignore[arg-type]
     client = Client(address, SMALL, limits)
     keys = named(client, 400)
@@ -483,7 +483,7 @@ def late(address: str, transport: str) -> list[str]:
         forks_still = forking.is_alive()
         for thread in (waiting, forking):
             thread.join()
-    found = [] if forks_still else ["the fork was over too soon to say anything"]
+    found = [] if forks_still else ["the fork ended before the lookup"]
     found += [f"a lookup of 300 ms took {took_s:.2f} s"] * (took_s > 0.8)
     return found + [f"then {left} were found" for left in [client.lookup(keys=keys).ready] if left]
 
@@ -496,4 +496,4 @@ def suppressed(work: Callable[[], Any]) -> None:
 if __name__ == "__main__":
     scenario: Callable[[str, str], list[str]] = globals()[sys.argv[1]]
     print(json.dumps(scenario(*sys.argv[2:4])), flush=True)
-    os._exit(0)  # what the parent has open ends with it
+    os._exit(0)  # closes all that is open

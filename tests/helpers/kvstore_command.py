@@ -1,4 +1,4 @@
-"""The kvstore command, run in this process, and what its commands are."""
+"""The kvstore command, run in this process, and its subcommands."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.cli.app import root
 
 
 def commands(group: Any, start: str = "") -> dict[str, Any]:
-    """Return every command by what is typed."""
+    """Return every command by its full name."""
     found: dict[str, Any] = {}
     for name, one in group.commands.items():
         is_group = hasattr(one, "commands")
@@ -26,7 +26,7 @@ COMMANDS = commands(PROGRAM)
 
 
 class Ran(NamedTuple):
-    """What one command did."""
+    """Result of one command."""
 
     status: int
     out: str
@@ -37,7 +37,7 @@ Kvstore = Callable[..., Ran]
 
 
 def kvstore_command(capsys: pytest.CaptureFixture[str]) -> Kvstore:
-    """Return what runs a command of some words."""
+    """Return a function that runs one command."""
 
     def run(*argv: object) -> Ran:
         with pytest.raises(SystemExit) as ended:

@@ -1,4 +1,4 @@
-"""A server in the test's own process, with real sockets, and what can be counted in it."""
+"""A server in the test's own process, with real sockets, and its usage."""
 
 from __future__ import annotations
 
@@ -29,13 +29,13 @@ from kvstore.server.settings.settings import load_config
 from kvstore.tiers.base import TierStats
 
 DEADLINE_MS = 20_000
-"""Of calls that are expected to succeed: the machine may be busy."""
+"""Deadline of calls that should succeed, also on a busy machine."""
 
 _SETTLE_S = 60.0
 
 
 def eventually(condition: Callable[[], bool]) -> bool:
-    """Whether *condition* holds before a generous time is up."""
+    """Whether *condition* holds within _SETTLE_S."""
     deadline = time.monotonic() + _SETTLE_S
     while not condition():
         if time.monotonic() > deadline:
@@ -45,19 +45,16 @@ def eventually(condition: Callable[[], bool]) -> bool:
 
 
 @lru_cache(maxsize=16)
-def _compile(codec: str) -> None:
-    """Have a codec compiled what it uses, once a process, before any deadline counts.
-
-    In tests first calls wait for the compiler, which takes a busy machine longer than a deadline.
-    """
+def _warm_up(codec: str) -> None:
+    """Warm up a codec once a process, as first calls may exceed deadlines on a busy machine."""
     if not is_auto(codec):
-        with suppress(KVStoreError):  # the server says what is wrong with it
+        with suppress(KVStoreError):  # the server reports the error
             measure(codec, codec_by_name(codec), make_sample(), time.monotonic, 0.0)
 
 
 @dataclass(frozen=True, slots=True)
 class Usage:
-    """What a server holds at one instant: bytes and chunks by tier, and who holds what."""
+    """A server's state at one instant: bytes and chunks by tier, leases, pins and puts."""
 
     tiers: tuple[tuple[str, TierStats], ...]
     leases: int
@@ -70,12 +67,12 @@ class LocalServer:
     """A started Node. ``connect`` makes clients, ``dial`` bare connections; ``close`` ends all."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
-        """*flags* may repeat, and then replace, those for small tiers in *folder*."""
+        """*flags* may override those for small tiers in *folder*."""
         sizes = ("--cpu", "16MiB", "--disk", f"32MiB:{folder / 'disk'}")
         places = ("--listen", "127.0.0.1:0", "--socket", str(folder / "s.sock"))
         self.config = load_config([*sizes, *places, "--log-level", "error", *flags])
         for tier in {"disk", "redis"} & {*self.config.tiers}:
-            _compile(self.config.codec[tier])
+            _warm_up(self.config.codec[tier])
         self._ahead_s = 0.0
         self.node = Node(self.config, lambda: time.monotonic() + self._ahead_s)
         self.node.start()
@@ -88,13 +85,13 @@ class LocalServer:
 
     @property
     def streams(self) -> BulkServer:
-        """Its bulk channel, which it has."""
+        """The bulk channel, which must exist."""
         assert self.node.bulk is not None
         return self.node.bulk
 
     @property
     def peer_tier(self) -> PeerTier:
-        """Its tier of other servers' memory, which it has."""
+        """The tier of other servers' memory, which must exist."""
         assert self.node.store.tiers.remote is not None
         return cast("PeerTier", self.node.store.tiers.remote.tier)
 
@@ -104,22 +101,22 @@ class LocalServer:
         representation: Model = SMALL,
         options: ClientOptions | None = None,
     ) -> Client:
-        """Return a client of chunks of 16 tokens, or with *options*, closed in the end."""
+        """Return a client, by default of chunks of 16 tokens; ``close`` closes it."""
         options = options or ClientOptions(transport, chunk_tokens=16, deadline_ms=DEADLINE_MS)
         client = Client(self.address, representation, options)
         self._connected.append(client)
         return client
 
     def dial(self) -> Connection:
-        """Return a bare connection, closed in the end."""
+        """Return a bare connection; ``close`` closes it."""
         connection = Connection(self.address, retry_after_ms=1)
         self._connected.append(connection)
         return connection
 
     def skip(self, seconds: float) -> None:
-        """Put the server's clock ahead, or back: what nobody did anything for meanwhile is over.
+        """Advance the server's clock, or put it back.
 
-        So a test of what ends with time needs no time so short that a busy machine misses it.
+        Tests of expiry so need no short timeouts, which a busy machine would miss.
         """
         self._ahead_s += seconds
 
@@ -134,7 +131,7 @@ class LocalServer:
         )
 
     def settled(self) -> Usage:
-        """Return what the server holds once nothing is leased, being put or moved."""
+        """Return the usage once nothing is leased, being put or moved."""
         store = self.node.store
 
         def is_quiet() -> bool:
@@ -147,7 +144,7 @@ class LocalServer:
 
     @contextmanager
     def unchanged(self) -> Iterator[None]:
-        """Fail unless the server holds the same afterwards."""
+        """Fail unless usage is the same after the block."""
         before = self.settled()
         yield
         assert eventually(lambda: self.usage() == before), (before, self.usage())
@@ -156,14 +153,14 @@ class LocalServer:
         return self.node.counters[name]
 
     def leave_memory(self, keys: Sequence[ChunkKey]) -> None:
-        """Have the next read of chunks that nobody holds come from below CPU memory."""
+        """Drop unheld chunks from CPU memory, so that the next read comes from a lower tier."""
         moves = self.node.store.moves
         for key in keys:
             if moves.catalog.drop_copy("cpu", key, even_if_held=False):
                 moves.eviction.delete_from(moves.tiers.cpu, key)
 
     def stop(self) -> bool:
-        """Stop the server, leaving clients alone. Idempotent; return whether it was clean."""
+        """Stop the server, but not its clients. Idempotent; return whether the stop was clean."""
         if self._stopped:
             return True
         self._stopped = True
@@ -176,6 +173,6 @@ class LocalServer:
 
 
 def open_session(connection: Connection, representation: Model = SMALL) -> pb.OpenSessionResponse:
-    """Open a session that nobody keeps alive."""
+    """Open a session without heartbeats."""
     request = pb.OpenSessionRequest(representation=as_message(pb.Representation, representation))
     return connection.call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)

@@ -1,7 +1,7 @@
-"""A server under load in a process of its own, whose every lock is watched.
+"""A server under load in its own process, with all locks traced.
 
-``python lock_watch.py FOLDER`` prints a line for each two places of the server or its tiers of
-which a thread took the second lock while it had the first, then ``done``.
+``python lock_watch.py FOLDER`` prints a line for each pair of places in the server or its tiers
+where a thread acquired the second lock while it held the first, then ``done``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _nested: set[tuple[str, str]] = set()
 
 
 class WatchedLock:
-    """A lock that notes which others its thread has when it is taken."""
+    """A lock that records which locks its thread holds when it is acquired."""
 
     def __init__(self) -> None:
         self._lock = _lock()

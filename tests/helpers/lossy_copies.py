@@ -1,4 +1,4 @@
-"""Prompts of which only lossy copies are left: those on a disk whose codec loses something."""
+"""Prompts with lossy copies only, on a disk tier with a lossy codec."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ def exact_on_redis(url: str) -> Sequence[str]:
 def leave_on_disk(
     server: LocalServer, keys: Sequence[ChunkKey], *, exact_on: str | None = None
 ) -> None:
-    """Drop the copies of *keys* in memory once those on disk are there, which are lossy.
+    """Drop the copies of *keys* in memory once the lossy ones are on disk.
 
-    *exact_on* is the one tier that has exact ones then.
+    *exact_on*: the only tier that still has exact ones.
     """
-    wanted = {"disk", exact_on or "disk"}
+    expected = {"disk", exact_on or "disk"}
     catalog, moves = server.node.store.catalog, server.node.store.moves
-    assert eventually(lambda: all(wanted <= {*catalog.holders(key)} for key in keys))
+    assert eventually(lambda: all(expected <= {*catalog.holders(key)} for key in keys))
     server.settled()
     for key in keys:
         assert catalog.drop_copy("cpu", key)
         moves.eviction.delete_from(moves.tiers.cpu, key)
         exact = [*catalog.holders(key, Accuracy.exact)]
-        assert exact == ([exact_on] if exact_on else []), "the codec kept it without loss"
+        assert exact == ([exact_on] if exact_on else []), "an exact copy is left"

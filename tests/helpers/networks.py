@@ -1,4 +1,4 @@
-"""Hosts of their own on one machine: network namespaces on a bridge, and calls from inside one."""
+"""Virtual hosts on one machine: network namespaces on a bridge, and calls from inside one."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from contextlib import contextmanager, suppress
 import pytest
 
 GATEWAY = "10.99.7.254"
-"""This side of the bridge, where what all hosts share may listen."""
+"""This side of the bridge, for services that all hosts share."""
 
 _PROBE = """
 import sys
@@ -31,7 +31,7 @@ with Client(address, SMALL, ClientOptions("grpc", 16, 5000)) as client:
 
 @contextmanager
 def hosts_apart(names: Sequence[str]) -> Iterator[None]:
-    """Make a network namespace for each name, all on one bridge; skip where nobody may.
+    """Make a network namespace for each name, all on one bridge; skip without permission.
 
     Host number i has the address 10.99.7.i + 1, the bridge 10.99.7.254; ``part`` and ``rejoin``
     take a host off the bridge and back.
@@ -61,7 +61,7 @@ def hosts_apart(names: Sequence[str]) -> Iterator[None]:
 
 
 def part(name: str) -> None:
-    """Take a host off the bridge: nothing gets to it or from it."""
+    """Take a host off the bridge: it is unreachable."""
     _ip("link", "set", name, "nomaster")
 
 
@@ -74,15 +74,14 @@ def rejoin(name: str) -> None:
 
 
 def address_of(number: int) -> str:
-    """Return the address of host *number*, of 1 and more."""
+    """Return the address of host *number*, from 1 on."""
     return f"10.99.7.{number}"
 
 
 def probed(host: str, address: str, puts: str, gets: str) -> list[int]:
     """Put and get prompts of three chunks at *address*, from inside *host*.
 
-    *puts* and *gets* are seeds with commas between them. Return how many chunks of each came, all
-    of them right.
+    *puts* and *gets* are comma-separated seeds. Return how many correct chunks each got.
     """
     command = ["ip", "netns", "exec", host, sys.executable, "-c", _PROBE, address]
     paths = os.pathsep.join(path for path in sys.path if path)

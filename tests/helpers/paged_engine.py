@@ -1,7 +1,7 @@
-"""A stand-in engine: a real model whose attention keeps K and V in pages on a device, as vLLM does.
+"""A stand-in engine: a real model whose attention keeps K and V in pages on a device, as vLLM.
 
-Its forward passes wait in the device's stream, two steps at once: the last step of a request is
-queued when it has ended already. Blocks that nobody needs any more are the next that it gives out.
+Two steps at once are queued on the device's stream, so the last step of a request is queued after
+its end. Freed blocks are reused first.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kvstore.proto.types import DType, LayerKind
 
 BLOCK_TOKENS = 16
 BLOCKS = 40
-"""The first of which stands for none."""
+"""The first is the null block."""
 PIECE_TOKENS = 48
-"""What a step computes of a prompt."""
+"""Tokens of a prompt in one step."""
 IN_FLIGHT = 2
-"""Steps that are queued before the host looks at the first one's tokens."""
+"""Queued steps before the host reads the tokens of the first."""
 
 LAYERS, HEADS, KV_HEADS, HEAD_DIM, TOKEN_IDS = 3, 4, 2, 16, 512
 WIDTH = 2 * HEAD_DIM
@@ -58,7 +58,7 @@ SHAPE = KVCacheShape(
 
 @lru_cache
 def small_model(place: torch.device = CPU) -> PreTrainedModel:
-    """Return a Llama of random weights, whose tokens follow from all that came before."""
+    """Return a Llama with random weights, whose tokens depend on all before them."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(5)
         config = LlamaConfig(
@@ -72,7 +72,7 @@ def small_model(place: torch.device = CPU) -> PreTrainedModel:
 
 
 def indices(values: Sequence[int], place: torch.device) -> torch.Tensor:
-    """Return *values* in the memory of *place*, for what is queued next: the host does not wait."""
+    """Return *values* in the memory of *place*, without waiting on the host."""
     made = torch.tensor(values, dtype=torch.long)
     if place.type == "cpu":
         return made
@@ -80,8 +80,8 @@ def indices(values: Sequence[int], place: torch.device) -> torch.Tensor:
 
 
 def views(place: torch.device) -> list[torch.Tensor]:
-    """Return the pages of each layer as vLLM registers them: views of one buffer of bytes, in
-    which blocks of all layers lie beside each other, and tokens before heads.
+    """Return the pages of each layer as vLLM registers them: views of one byte buffer with
+    interleaved layers, tokens before heads.
     """
     shape = (LAYERS, BLOCKS, BLOCK_TOKENS, KV_HEADS, WIDTH)
     buffer = torch.zeros(math.prod(shape) * 4, dtype=torch.int8, device=place)
@@ -89,14 +89,14 @@ def views(place: torch.device) -> list[torch.Tensor]:
 
 
 def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
-    """Write K and V, each (tokens, kv_heads, head_dim), into *slots*: V beside its K."""
+    """Write K and V, each (tokens, kv_heads, head_dim), to *slots*, V after K."""
     size = pages.shape[2]
     pages[slots // size, :, slots % size] = torch.cat(list(parts), 2)
 
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """What a step computes of one request: so many tokens from *start* on."""
+    """The tokens of one request in a step, from *start* on."""
 
     start: int
     tokens: int
@@ -124,7 +124,7 @@ class _Batch:
         return torch.cat(found)
 
     def attend(self, pages: torch.Tensor, query: torch.Tensor) -> torch.Tensor:
-        """Return what (heads, tokens, head_dim) of all requests see, each in its own blocks."""
+        """Return attention of *query* (heads, tokens, head_dim) over each request's blocks."""
         found, first = [], 0
         for row in self.rows:
             stop = row.start + row.tokens
@@ -157,10 +157,10 @@ class _Sequence:
     request: FakeRequest
     prompt_tokens: int
     stop: int
-    """How many of its tokens are computed in the end; one more is sampled."""
+    """Computed tokens at the end; one more is sampled."""
     blocks: list[int] = field(default_factory=list)
     last: list[torch.Tensor] = field(default_factory=list)
-    """What the device sampled last: there, and as the host sees it once the step is over."""
+    """The last sampled token, on the device and (after the step) on the host."""
     is_loading: bool = False
 
     @property
@@ -177,9 +177,9 @@ class _Step:
 class PagedEngine:
     """Generates tokens in batches, with a store at *address* or without one.
 
-    *zeroes_first*: new blocks are zeroed and copied to before ``handle_preemptions``, as vLLM's
-    V2 runner does, and else behind it. *stores_last*: stores are held up until ``release``; else
-    the host lets loads and stores end before it looks at any result of the device.
+    *zeroes_first*: new blocks are zeroed before ``handle_preemptions``, as in vLLM's V2 runner,
+    else after it. *stores_last*: stores wait for ``release``; else the host waits for loads and
+    stores before it reads results of the device.
     """
 
     def __init__(
@@ -192,11 +192,11 @@ class PagedEngine:
         self.model = small_model(self.place)
         self.pages = views(self.place)
         self.late_steps = 0
-        """That had not ended when their hooks were over."""
+        """Steps still running when their hooks ended."""
         self._zeroes_first, self._stores_last = zeroes_first, stores_last
         self._free = list(range(1, BLOCKS))
         self.given = 0
-        """Blocks that were given out; one as often as it was."""
+        """Number of block allocations."""
         self._new: list[int] = []
         self._waiting: deque[_Sequence] = deque()
         self._running: list[_Sequence] = []
@@ -214,7 +214,7 @@ class PagedEngine:
         identity, opts = representation(shape=SHAPE), options(retry_after_ms=300)
         self.scheduler = VllmScheduler(Connector(Client(address, identity, opts)), SHAPE)
         connector = Connector(client(address, identity, opts))
-        # Of CUDA memory it finds the device itself.
+        # With CUDA memory the worker finds the device itself.
         device = self.device if isinstance(self.device, SlowDevice) else None
         self.worker = VllmWorker(connector, SHAPE, 64 << 20, device=device)
         (group,) = SHAPE.groups
@@ -245,7 +245,7 @@ class PagedEngine:
     def generate(
         self, prompts: Mapping[str, Sequence[int]], new_tokens: int
     ) -> dict[str, list[int]]:
-        """Return the tokens of all *prompts*, which run beside each other where there is room."""
+        """Return the tokens of all *prompts*, batched as far as blocks allow."""
         for name, prompt in prompts.items():
             self.add(name, prompt, new_tokens)
         self.finish()
@@ -256,7 +256,7 @@ class PagedEngine:
             self.step()
 
     def release(self) -> None:
-        """Have the device do all that is queued, then let stores go on, and wait for them."""
+        """Run all queued device work, then let stores continue, and wait for them."""
         self.device.compute.run()
         self._gate.set()
         assert self.worker is None or self.worker.settled(_WAIT_S)
@@ -268,12 +268,12 @@ class PagedEngine:
             self.worker.close()
 
     def _admit(self) -> None:
-        """Begin with requests as long as all their tokens have room."""
+        """Start requests while there are blocks for all their tokens."""
         while self._waiting:
             reserved = sum(_blocks(one.stop + 1) - len(one.blocks) for one in self._running)
             sequence = self._waiting[0]
             if _blocks(sequence.stop + 1) > len(self._free) - reserved:
-                assert self._running, "a request that has no room at all"
+                assert self._running, "a request that needs more blocks than there are"
                 return
             self._waiting.popleft()
             self._running.append(sequence)
@@ -296,12 +296,12 @@ class PagedEngine:
         if hit:
             self._grow(sequence, hit)
             sequence.is_loading = True
-            # Of a prompt that is there as a whole the last token is computed again.
+            # If the whole prompt is stored, its last token is still computed.
             request.num_computed_tokens = min(hit, sequence.prompt_tokens - 1)
             self.scheduler.on_alloc(request, hit, [sequence.blocks])
 
     def _grow(self, sequence: _Sequence, tokens: int) -> None:
-        """Give a request blocks for so many tokens, those that were freed last."""
+        """Give a request blocks for *tokens*, most recently freed first."""
         while len(sequence.blocks) < _blocks(tokens):
             sequence.blocks.append(self._free.pop())
             self._new.append(sequence.blocks[-1])
@@ -310,7 +310,7 @@ class PagedEngine:
     # --- a step
 
     def step(self) -> None:
-        """Queue a step of all that can go on, and look at the results of an older one."""
+        """Queue a step of all ready requests, and read the results of an older one."""
         self._admit()
         counts = {one.name: _next(one) for one in self._running if not one.is_loading}
         chosen = [one for one in self._running if counts.get(one.name)]
@@ -325,12 +325,12 @@ class PagedEngine:
                 assert self.worker.settled(_WAIT_S)
             self._take_loads(self.worker, is_idle=not chosen)
         while self._steps and (len(self._steps) >= IN_FLIGHT or not chosen):
-            self._look()
+            self._read_oldest()
 
     def _queue(
         self, chosen: Sequence[_Sequence], counts: Mapping[str, int]
     ) -> list[tuple[_Sequence, list[torch.Tensor]]]:
-        """Call the hooks of a step in their spec, with its work between them."""
+        """Call the hooks of a step in vLLM's order, with its work between them."""
         taken, self._new = self._new, []
         prepare = partial(self._prepare, taken)
         if self._zeroes_first:
@@ -356,7 +356,7 @@ class PagedEngine:
     def _forward(
         self, chosen: Sequence[_Sequence], counts: Mapping[str, int]
     ) -> list[tuple[_Sequence, list[torch.Tensor]]]:
-        """Queue a forward pass; the tokens that it samples are there once it is over."""
+        """Queue a forward pass; its sampled tokens are valid when it ends."""
         rows, ids, sampled = [], [], []
         for one in chosen:
             start, tokens = one.request.num_computed_tokens, counts[one.name]
@@ -396,13 +396,13 @@ class PagedEngine:
             kept = token.clone()
             out += [kept, kept.to("cpu", non_blocking=True)]
 
-    def _look(self) -> None:
-        """Read the tokens of the oldest step, and end requests that have all of theirs."""
+    def _read_oldest(self) -> None:
+        """Read the tokens of the oldest step, and end finished requests."""
         oldest = self._steps.popleft()
         oldest.event.synchronize()
         for one, (_, token) in oldest.sampled:
             if one not in self._running:
-                continue  # it had all of its tokens
+                continue  # already finished
             one.request.all_token_ids.append(int(token))
             if len(one.request.all_token_ids) > one.stop:
                 self._end(one)
@@ -435,7 +435,7 @@ def _blocks(tokens: int) -> int:
 def _next(one: _Sequence) -> int:
     """Return how many tokens of a request the next step computes.
 
-    One more than it needs, as vLLM does: that step is queued before the last token is known.
+    One more than needed at the end, as in vLLM: that step is queued before the last token is read.
     """
     computed = one.request.num_computed_tokens
     if computed < one.prompt_tokens:

@@ -1,4 +1,4 @@
-"""An engine's pages, full of noise, and what is in them without the code under test."""
+"""An engine's pages, full of noise, and a reference read of them."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ AXES = [
     "layer kv block token head dim",
     "block layer kv token head dim",
 ]
-"""Orders that engines use; the one without kv has K and V in tensors of their own."""
+"""Axis orders of engines; without kv, K and V are separate tensors."""
 
 
 class EnginePages(PagedCache):
-    """A PagedCache that remembers what it was made of."""
+    """A PagedCache that keeps its arguments."""
 
     def __init__(self, model: Model, tensors: Any, axes: tuple[str, ...]) -> None:
         super().__init__(model, tensors, " ".join(axes))
@@ -36,7 +36,7 @@ class EnginePages(PagedCache):
 def engine_pages(
     model: Model, axes: str, blocks: int, block_tokens: int, draw: np.random.Generator
 ) -> EnginePages:
-    """Pages of a model of one group of bfloat16 attention layers, as torch tensors."""
+    """Return pages of a model with one group of bfloat16 attention layers, as torch tensors."""
     (group,) = model.layer_groups
     names = page_axes(axes)
     sizes = {

@@ -1,4 +1,4 @@
-"""An engine of nothing but a connector, whose KV follows from the names of its chunks."""
+"""An engine that is only a connector; its KV is derived from chunk keys."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated
 
 
 class PlainEngine:
-    """Stores and loads prompts of whole chunks, as an engine does: nothing it calls may raise."""
+    """Stores and loads prompts of whole chunks, as an engine does; no call may raise."""
 
     def __init__(self, client: Client, prefill: PrefillModel | None = None, **terms: Any) -> None:
-        """*terms*: of its Connector."""
+        """*terms*: arguments of Connector."""
         self.client = client
         self.connector = Connector(client, prefill=prefill, **terms)
-        self._room: list[ChunkTensors] = []
+        self._out: list[ChunkTensors] = []
 
     def store(self, prompt: Sequence[int]) -> int:
         """Store a prompt; return how many of its chunks were new."""
         return self.connector.store_chunks(prompt, self.source(prompt))
 
     def source(self, prompt: Sequence[int]) -> Source:
-        """Return what computes the chunks of a prompt."""
+        """Return a function that computes the chunks of a prompt."""
 
         def source(span: Span) -> LayerTensors:
             key = self.client.keys(prompt[: span[1]])[-1]
@@ -39,35 +39,35 @@ class PlainEngine:
         return source
 
     def load(self, prompt: Sequence[int]) -> Prefix:
-        """Load a prompt; fail unless every chunk that the prefix claims has its own bytes."""
-        prefix = load_prompt(self.connector, prompt, self.make_room)
+        """Load a prompt; fail unless every chunk of the prefix has correct bytes."""
+        prefix = load_prompt(self.connector, prompt, self.allocate)
         size = self.client.options.chunk_tokens
         for at in range(prefix.stored_tokens // size):
             key = self.client.keys(prompt[: size * (at + 1)])[-1]
-            right = tensors_of(key, self.client.model, size)
-            assert equal(self._room[at], right), f"chunk {at} is not what was stored"
+            expected = tensors_of(key, self.client.model, size)
+            assert equal(self._out[at], expected), f"chunk {at} is not what was stored"
         return prefix
 
-    def make_room(self, spans: Sequence[Span]) -> Sequence[LayerTensors]:
+    def allocate(self, spans: Sequence[Span]) -> Sequence[LayerTensors]:
         kind = self.client.model
-        self._room = [empty_tensors(KVLayout.of(kind, stop - start)) for start, stop in spans]
-        return self._room
+        self._out = [empty_tensors(KVLayout.of(kind, stop - start)) for start, stop in spans]
+        return self._out
 
 
 def load_prompt(
     connector: Connector, prompt: Sequence[int],
-    room: Callable[[Sequence[Span]], Sequence[LayerTensors]], extra: Sequence[bytes] = (),
+    allocate: Callable[[Sequence[Span]], Sequence[LayerTensors]], extra: Sequence[bytes] = (),
     allowed: Allowed | None = None,
 ) -> Prefix:  # fmt: skip
-    """Load a prompt into what *room* makes, of copies that the connector or *allowed* allows."""
-    rooms: list[LayerTensors] = []
+    """Load a prompt into buffers of *allocate*; *allowed* overrides the connector's setting."""
+    outs: list[LayerTensors] = []
 
     def read(
         keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
     ) -> list[Stated]:
-        rooms[:] = rooms or room(spans)
+        outs[:] = outs or allocate(spans)
         stated: list[Stated] = []
-        connector.client.get_chunks(keys[first:], rooms[first:], accuracy=least, stated=stated)
+        connector.client.get_chunks(keys[first:], outs[first:], accuracy=least, stated=stated)
         return stated
 
     of = allowed or connector.allowed(connector.least)

@@ -1,4 +1,4 @@
-"""Chunks whose bytes follow from their keys, so that whoever reads one can tell if it is right."""
+"""Chunks whose bytes are derived from their keys, so that any reader can check them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, KVLayout, Model, PutOutcome
 
 SMALL = make_representation()
-"""A frame of 16 tokens of it has 2.3 KB."""
+"""A frame of 16 tokens has 2.3 KB."""
 MEDIUM = make_representation(layers=4, kv_heads=4, head_dim=64)
-"""A frame of 64 tokens of it has 256 KiB and a header."""
+"""A frame of 64 tokens has 256 KiB and a header."""
 LARGE = make_representation(layers=4, kv_heads=8, head_dim=64)
-"""A frame of 128 tokens of it has 1 MiB and a header."""
+"""A frame of 128 tokens has 1 MiB and a header."""
 
 _TOKEN_IDS = 32_000
 
@@ -53,7 +53,7 @@ def tensors_of(
 
 
 def steady_tensors(key: ChunkKey, representation: Model, chunk_tokens: int) -> ChunkTensors:
-    """Return bfloat16 tensors like those of a model: each channel about a mean of its own."""
+    """Return bfloat16 tensors like those of a model: each channel has its own mean."""
     out = empty_tensors(KVLayout.of(representation, chunk_tokens))
     draw = np.random.default_rng(int.from_bytes(key[-8:], "little"))
     for part in parts_of(out):
@@ -65,7 +65,7 @@ def steady_tensors(key: ChunkKey, representation: Model, chunk_tokens: int) -> C
 
 
 def chunks_of(client: Client, keys: Sequence[ChunkKey], version: int = 0) -> list[Chunk]:
-    """Return a chain of chunks as ``tensors_of`` makes them."""
+    """Return a chain of chunks with tensors of ``tensors_of``."""
     size = client.options.chunk_tokens
     return [
         Chunk(key, tensors_of(key, client.model, size, version), parent=parent, position=size * i)
@@ -111,7 +111,7 @@ def other_revision(representation: Model) -> Model:
 
 
 def outcomes(client: Client, chunks: list[Chunk], hints: Hints = NO_HINTS) -> list[PutOutcome]:
-    """Put chunks and return what became of each."""
+    """Put chunks and return the outcome of each."""
     return [put.outcome for put in client.put_chunks(chunks, hints=hints)]
 
 
@@ -123,7 +123,7 @@ def store(client: Client, seed: int, count: int, hints: Hints = NO_HINTS) -> lis
 
 
 def assert_reads(client: Client, keys: list[ChunkKey]) -> None:
-    """Fail unless every chunk comes back, right and in order."""
+    """Fail unless all chunks are read, correct and in order."""
     found = client.get_chunks(keys)
     assert len(found) == len(keys)
     assert all(is_right(client, key, one) for key, one in zip(keys, found, strict=True))

@@ -22,7 +22,7 @@ SERVICE = "kvstore"
 
 
 def _cluster_port() -> int:
-    """Return a port that nobody listens on, like the one of the bus that belongs to it."""
+    """Return a free port whose bus port is free too."""
     for port in range(21_000, 31_000):
         with socket.socket() as first, socket.socket() as second:
             try:
@@ -38,7 +38,7 @@ class RedisCluster:
     """Three masters with a third of the slots each, and no replicas until one is added."""
 
     def __init__(self, folder: Path, tls: TlsFiles | None = None, host: str = "127.0.0.1") -> None:
-        """Let clients come over *host*, which is of this machine, too."""
+        """*host*: an address of this machine for clients, besides the loopback."""
         self._folder = folder
         self._tls = tls
         self._host = host
@@ -55,7 +55,7 @@ class RedisCluster:
         for _ in range(3):
             self._add()
         self._cli("create", *(f"{host}:{node.port}" for node in self.nodes))
-        assert eventually(self.is_formed), "the Cluster does not form"
+        assert eventually(self.is_formed), "the Cluster did not form"
 
     @property
     def url(self) -> str:
@@ -84,7 +84,7 @@ class RedisCluster:
         return all(b"cluster_state:ok" in state and known in state for state in states)
 
     def add_replica(self, master: RedisProcess) -> RedisProcess:
-        """Start a replica of *master* and wait until it has what the master has."""
+        """Start a replica of *master* and wait until it is synchronised."""
         replica = self._add()
         _raw(replica, "CLUSTER", "MEET", self._host, str(master.port))
         name = _raw(master, "CLUSTER", "MYID")
@@ -172,7 +172,7 @@ def _url(
 
 
 def _raw(node: RedisProcess, *words: str | bytes) -> Any:
-    """Return the reply to one command as it came."""
+    """Return the raw reply to one command."""
     context = tls_context((("ssl_ca_certs", str(node.tls.ca)),)) if node.tls else None
     address, options = ("127.0.0.1", node.port), ConnectionOptions(10.0, 1, tls=context)
     deadline = time.monotonic() + 10

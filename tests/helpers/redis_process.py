@@ -20,7 +20,7 @@ _START_S = 30.0
 
 
 def free_port() -> int:
-    """Return a port of the loopback that nobody listens on."""
+    """Return a free port of the loopback."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
@@ -28,7 +28,7 @@ def free_port() -> int:
 
 @dataclass(frozen=True, slots=True)
 class TlsFiles:
-    """What a server shows, its key, and who signed it, in PEM."""
+    """A server's CA, certificate and key, PEM files."""
 
     ca: Path
     cert: Path
@@ -36,13 +36,13 @@ class TlsFiles:
 
     @classmethod
     def make(cls, folder: Path, *hosts: str) -> TlsFiles:
-        """Make an authority in *folder*, and a certificate of it for the loopback and *hosts*."""
+        """Make a CA in *folder*, and a certificate for the loopback and *hosts*."""
         authority = Authority(folder)
         return cls(authority.path, *authority.issue("redis", hosts=("127.0.0.1", *hosts)))
 
     @property
     def options(self) -> tuple[str, ...]:
-        """What a server is told; clients need no certificate."""
+        """The server's options; clients need no certificate."""
         return (
             *("--tls-ca-cert-file", str(self.ca), "--tls-cert-file", str(self.cert)),
             *("--tls-key-file", str(self.key), "--tls-auth-clients", "no"),
@@ -63,7 +63,7 @@ class RedisProcess:
     ) -> None:
         """Run with further *options*; as a Sentinel with *watching*, its configuration.
 
-        With *tls* it speaks nothing else.
+        With *tls* there is no plain port.
         """
         program = shutil.which("redis-server")
         if program is None:
@@ -101,13 +101,13 @@ class RedisProcess:
             except (ConnectionError, TimeoutError) as error:
                 if self._process.poll() is not None or time.monotonic() > deadline:
                     self.stop()
-                    raise RuntimeError(f"redis-server does not answer: {error}") from None
+                    raise RuntimeError(f"redis-server does not reply: {error}") from None
                 time.sleep(0.02)
             else:
                 return
 
     def stop(self) -> None:
-        """Kill the server; what it held is gone. Idempotent."""
+        """Kill the server; its data is lost. Idempotent."""
         self.client.connection_pool.disconnect()
         if self._process is not None:
             self._process.kill()
@@ -116,7 +116,7 @@ class RedisProcess:
 
     @contextlib.contextmanager
     def frozen(self) -> Iterator[None]:
-        """Keep the server from running: it accepts connections and answers nothing."""
+        """Stop the process: it accepts connections but does not reply."""
         assert self._process is not None
         self._process.send_signal(signal.SIGSTOP)
         try:
@@ -125,7 +125,7 @@ class RedisProcess:
             self._process.send_signal(signal.SIGCONT)
 
     def reset(self) -> None:
-        """Make a started server as good as new."""
+        """Reset a server to its initial state."""
         if self._process is None:
             self.start()
         self.client.config_set("maxmemory", 0)

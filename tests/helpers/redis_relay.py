@@ -1,4 +1,4 @@
-"""A relay before a Redis that can be told to spoil what it answers."""
+"""A relay in front of a Redis that can corrupt its replies."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ Spoil = Callable[[socket.socket, bytes], None]
 
 
 def drip(client: socket.socket, reply: bytes) -> None:
-    """Send byte after byte, never silent for long, for as long as somebody listens."""
+    """Send single bytes without a pause until the client hangs up."""
     while not select.select([client], [], [], 0.01)[0]:
         client.sendall(b"$")
 
 
 def drip_inside(client: socket.socket, reply: bytes) -> None:
-    """Send the last third of what is right byte after byte."""
+    """Send the last third of the correct reply in single bytes."""
     cut = 2 * len(reply) // 3
     client.sendall(reply[:cut])
     for at in range(cut, len(reply)):
@@ -74,9 +74,9 @@ SPOILS: dict[str, Spoil] = {
 
 
 class _Relay(socketserver.BaseRequestHandler):
-    """Hand everything on between a client and the Redis at ``port``, until told to spoil it.
+    """Forward between a client and the Redis at ``port``; ``spoil`` corrupts the replies.
 
-    The answer to a request that has ``unanswered`` in it never comes: the client is hung up on.
+    A request that contains ``unanswered`` gets no reply: the connection is closed.
     """
 
     port: int
@@ -138,11 +138,11 @@ class _Pieces:
             self._left.appendleft(piece[size:])
         return piece[:size]
 
-    def recvmsg_into(self, rooms: Sequence[memoryview]) -> tuple[int]:
-        piece = self.recv(sum(map(len, rooms)))
-        for at, room in zip(accumulate(map(len, rooms), initial=0), rooms, strict=False):
-            part = piece[at : at + len(room)]
-            room[: len(part)] = part
+    def recvmsg_into(self, outs: Sequence[memoryview]) -> tuple[int]:
+        piece = self.recv(sum(map(len, outs)))
+        for at, out in zip(accumulate(map(len, outs), initial=0), outs, strict=False):
+            part = piece[at : at + len(out)]
+            out[: len(part)] = part
         return (len(piece),)
 
     def settimeout(self, timeout_s: float) -> None:
@@ -150,7 +150,7 @@ class _Pieces:
 
 
 def replying(*pieces: bytes) -> RedisConnection:
-    """Return a connection to a server that sends *pieces*, and then hangs up."""
+    """Return a connection to a server that sends *pieces*, then hangs up."""
     connection = RedisConnection(("nowhere", 1), ConnectionOptions(1.0, 1), time.monotonic)
     connection.link = DeadlineSocket(cast(Any, _Pieces(*pieces)), 1.0, time.monotonic)
     connection.link.deadline = time.monotonic() + 60

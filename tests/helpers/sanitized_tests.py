@@ -1,4 +1,4 @@
-"""``python sanitized_tests.py LIBRARY PATH TEST...``: tests with the loops of another library."""
+"""``python sanitized_tests.py LIBRARY PATH TEST...``: tests on another build of the loops."""
 
 from __future__ import annotations
 

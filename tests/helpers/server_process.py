@@ -18,7 +18,7 @@ _LISTENING = re.compile(r"kvstore-server listening on (\S+):(\d+) tiers=\S+ reco
 
 
 def _source_path() -> str:
-    """Return PYTHONPATH with this checkout first, and what else this process has there."""
+    """Return PYTHONPATH with this checkout first, then the current entries."""
     others = os.environ.get("PYTHONPATH", "")
     return os.pathsep.join(one for one in (str(_ROOT / "src"), others) if one)
 
@@ -26,7 +26,7 @@ def _source_path() -> str:
 class ServerProcess:
     """One server that can be killed and started again on the same port and the same disk.
 
-    *flags* come after ``--listen`` and ``--socket``, which are its own.
+    *flags* follow ``--listen`` and ``--socket``.
     """
 
     def __init__(self, folder: Path, *flags: str) -> None:
@@ -36,11 +36,11 @@ class ServerProcess:
         self.recovered_chunks = 0
         self.output = ""
         self.environment: dict[str, str] = {}
-        """What it gets beside this process's; changes count from the next start."""
+        """Extra variables; changes apply at the next start."""
         self.has_socket = True
         """Whether ``--socket`` is given."""
         self.launcher: list[str] = []
-        """A command to start it by, such as one that enters another network."""
+        """A command that starts the server, such as one that enters another network."""
         self._flags = flags
         self._process: subprocess.Popen[bytes] | None = None
 
@@ -55,7 +55,7 @@ class ServerProcess:
 
     @property
     def errors(self) -> str:
-        """What it wrote to its standard error since it was first started."""
+        """Its standard error since the first start."""
         return self.errors_path.read_text()
 
     def start(self) -> None:
@@ -63,7 +63,7 @@ class ServerProcess:
         found = _LISTENING.search(self._wait_for_line())
         if found is None:
             status = self.wait()
-            raise RuntimeError(f"kvstore-server ended with status {status}: {self.errors}")
+            raise RuntimeError(f"kvstore-server exited with status {status}: {self.errors}")
         self.port = int(found[2])
         self.recovered_chunks = int(found[3])
 
@@ -98,7 +98,7 @@ class ServerProcess:
         return self.output
 
     def wait(self) -> int:
-        """Return the exit status of a process that is about to end."""
+        """Wait for the process to exit; return its status."""
         assert self._process is not None
         rest, _ = self._process.communicate(timeout=_STOP_S)
         self.output += rest.decode()
@@ -110,7 +110,7 @@ class ServerProcess:
         return self.wait()
 
     def kill(self) -> None:
-        """Kill the server with SIGKILL, if it runs, and wait until it is gone."""
+        """Kill the server with SIGKILL if it runs, and wait for it."""
         if self._process is None:
             return
         self._process.kill()
@@ -120,16 +120,16 @@ class ServerProcess:
         self._process = None
 
     def send_signal(self, number: signal.Signals) -> None:
-        """Send a signal to the process; one that is stopped has stopped when this returns."""
+        """Send a signal to the process; after SIGSTOP wait until all threads have stopped."""
         assert self._process is not None
         self._process.send_signal(number)
         deadline = time.monotonic() + _STOP_S
         while number is signal.SIGSTOP and not _is_stopped(self.pid):
-            assert time.monotonic() < deadline, "some of its threads still run"
+            assert time.monotonic() < deadline, "some threads still run"
             time.sleep(0.001)
 
 
 def _is_stopped(pid: int) -> bool:
-    """Whether no thread of a process runs any more (proc(5): state T)."""
+    """Whether all threads of a process are stopped (proc(5): state T)."""
     stats = [path.read_text() for path in Path(f"/proc/{pid}/task").glob("*/stat")]
     return all(stat.rpartition(") ")[2].startswith("T") for stat in stats)

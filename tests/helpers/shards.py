@@ -25,7 +25,7 @@ TWO_GROUPS = replace(
         LayerGroup(LayerKind.mla, DType.float16, (1, 3, 4), 1, 24),
     ),
 )
-"""Layers of two kinds, by turns; the latent is one for all ranks."""
+"""Alternating layers of two kinds; all ranks share the latent one."""
 
 
 def shard_of(
@@ -37,7 +37,7 @@ def shard_of(
 
 
 def slices(tensors: ChunkTensors, shard: ChunkShard) -> ChunkTensors:
-    """Return what *shard* covers of a whole chunk's tensors."""
+    """Return the part of a chunk's tensors that *shard* covers."""
     return [
         [
             [part[one.first_head : one.head_stop] for part in parts]
@@ -48,12 +48,12 @@ def slices(tensors: ChunkTensors, shard: ChunkShard) -> ChunkTensors:
 
 
 def part_of(chunk: Chunk, shard: ChunkShard) -> Chunk:
-    """Return the chunk that a rank puts which has *shard* of *chunk*."""
+    """Return the part of *chunk* that a rank with *shard* puts."""
     return replace(chunk, tensors=slices(chunk.tensors, shard))  # type: ignore[arg-type]
 
 
 def shard_frame(template: FrameTemplate, representation: Model, shard: ChunkShard) -> Bytes:
-    """Return the frame of *shard* of the chunk that ``tensors_of`` makes."""
+    """Return the frame of *shard* of the chunk from ``tensors_of``."""
     tensors = tensors_of(template.key, representation, shard.whole.tokens)
     frame = np.zeros(shard_frame_bytes(shard), np.uint8)
     encode_shard(template, shard, slices(tensors, shard), frame)

@@ -1,4 +1,4 @@
-"""A device whose work stands still until the test lets it run; a CUDA stream that is late."""
+"""A device whose work waits until the test runs it; a CUDA stream with a delay."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from kvstore.proto.errors import TierUnavailableError
 
 
 class SlowDevice(HostDevice):
-    """Copies are queued; ``synchronize`` of an event runs what is before it, as would time.
+    """Copies are queued; ``synchronize`` of an event runs the work before it.
 
-    ``fails`` makes every further piece of work fail, as a device that fell off its bus does.
+    ``fails`` makes all further work fail, as on a lost device.
     """
 
     def __init__(self) -> None:
         super().__init__()
         self.fails = False
         self.lock = RLock()
-        """One piece of work at a time: streams wait for each other."""
+        """Serialises work: streams wait for each other."""
         self.streams: list[SlowStream] = []
         self.compute = SlowStream(self)
-        """That of the engine, for every thread."""
+        """The engine's stream, for every thread."""
 
     @override
     def stream(self) -> Stream:
@@ -44,7 +44,7 @@ class SlowDevice(HostDevice):
 
 
 class LateDevice(HostDevice):
-    """What other processes recorded is over once ``is_over`` is set."""
+    """Imported events are done once ``is_over`` is set."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -91,11 +91,11 @@ class SlowStream(Stream):
         self._device = device
         self._queue: deque[Callable[[], object]] = deque()
         self.done = 0
-        """Pieces of work that are over."""
+        """Number of completed pieces of work."""
         self.copied: list[int] = []
-        """Bytes of each copy that was queued."""
+        """Bytes of each queued copy."""
         self.fails = False
-        """Whether this stream alone does."""
+        """As SlowDevice.fails, for this stream alone."""
 
     def check(self) -> None:
         self._device.check()
@@ -107,7 +107,7 @@ class SlowStream(Stream):
         self._queue.append(work)
 
     def run(self, position: int | None = None) -> None:
-        """Do what waits, up to *position*, or all."""
+        """Run queued work up to *position*, or all."""
         with self._device.lock:
             while self._queue and (position is None or self.done < position):
                 self._device.check()
@@ -135,11 +135,11 @@ class SlowStream(Stream):
 
 
 _CYCLES_A_MS = 2_000_000
-"""Of a clock of 2 GHz."""
+"""At 2 GHz."""
 
 
 class DelayedStream(CudaStream):
-    """What is launched begins ``late_ms`` after all that is before it."""
+    """Launched work starts ``late_ms`` after all earlier work."""
 
     def __init__(self, stream: torch.cuda.Stream) -> None:
         super().__init__(stream)
@@ -154,12 +154,12 @@ class DelayedStream(CudaStream):
         super().launch(late)
 
     def run(self) -> None:
-        """Wait for all that is queued."""
+        """Wait for all queued work."""
         self._stream.synchronize()
 
 
 class DelayedDevice(CudaDevice):
-    """``engine_stream`` has to be torch's current one where an engine runs."""
+    """``engine_stream`` must be torch's current stream while an engine runs."""
 
     def __init__(self) -> None:
         super().__init__(0)

@@ -1,4 +1,4 @@
-"""A slow link: a TCP proxy in front of a server, whose answers come at so many bytes a second."""
+"""A slow link: a TCP proxy in front of a server that limits the rate of replies."""
 
 from __future__ import annotations
 
@@ -12,19 +12,20 @@ from typing_extensions import override
 
 STEP_BYTES = 4096
 STEP_S = 0.0005
-"""What passes at once is that many bytes, or on a faster link what it brings in this time."""
+"""Size of a forwarded piece: STEP_BYTES, or the bytes of STEP_S on a faster link."""
 
 
 class SlowLink(TcpProxy):
-    """``bytes_per_s`` may be changed at any time: 0 lets everything pass at once. So may
-    ``stop_at_bytes``, of ``passed_bytes``: what is beyond waits. All connections share both.
+    """``bytes_per_s`` (0: no limit) and ``stop_at_bytes`` may change at any time.
+
+    Bytes beyond ``stop_at_bytes`` of ``passed_bytes`` wait. All connections share both limits.
     """
 
     def __init__(self, port: int, bytes_per_s: float = 0.0) -> None:
         self.bytes_per_s = bytes_per_s
         self.stop_at_bytes = math.inf
         self.passed_bytes = 0
-        """What the server sent through it."""
+        """Bytes from the server so far."""
         self._lock = threading.Lock()  # guards _free_at and passed_bytes
         self._free_at = 0.0
         super().__init__(port)

@@ -1,4 +1,4 @@
-"""A process on either side of the Unix socket, with every message of its own making."""
+"""A client or a server of the Unix socket with handmade messages."""
 
 from __future__ import annotations
 
@@ -32,11 +32,11 @@ STAGING_BYTES = 1 << 16
 OPEN = Authorizer(
     Settings(), SessionTable(1, 1000, lambda _: b"", lambda: 0.0, os.urandom), lambda: 0.0
 )
-"""Lets in whose session it is, at any rate, and writes nothing down."""
+"""Admits every session and logs nothing."""
 
 
 class Terms(Protocol):
-    """What a session was opened with, on either side."""
+    """The id and token of a session."""
 
     @property
     def session_id(self) -> int: ...
@@ -46,7 +46,7 @@ class Terms(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """A session, and what somebody takes for its token."""
+    """A session and a claimed token."""
 
     session_id: int
     attach_token: bytes
@@ -60,8 +60,8 @@ class Peer:
         self.link.settimeout(20.0)
         self.link.connect(path)
 
-    def ask(self, message: bytes, descriptors: list[int] | None = None) -> Reply:
-        """Send *message* and return the answer."""
+    def request(self, message: bytes, descriptors: list[int] | None = None) -> Reply:
+        """Send *message* and return the reply."""
         socket.send_fds(self.link, [message], descriptors or [])
         head = self.link.recv(unix_socket.HEADER_BYTES)
         return unix_socket.unpack_head(head, unix_socket.REPLY_KINDS)[0]
@@ -75,16 +75,16 @@ class Peer:
     def enter(
         self, terms: Terms, op: Op, size_bytes: int = 0, descriptors: Sequence[int] = ()
     ) -> Reply:
-        """Say hello, then prove with the token of *terms*; return the first answer that is no ok.
+        """Send hello, then the proof with the token of *terms*; return the reply to *op*.
 
-        Who may not say hello attaches or joins all the same.
+        *op* is sent even if hello is refused.
         """
         nonce = b"n" * unix_socket.NONCE_BYTES
         self.link.send(Request(Op.hello, terms.session_id, nonce).pack())
         greeting = self.link.recv(unix_socket.GREETING_BYTES)
         theirs = greeting[unix_socket.HEADER_BYTES :][: unix_socket.NONCE_BYTES] or nonce
         proven = unix_socket.proof(terms.attach_token, op, terms.session_id, (nonce, theirs))
-        return self.ask(Request(op, size_bytes, proven).pack(), list(descriptors))
+        return self.request(Request(op, size_bytes, proven).pack(), list(descriptors))
 
     def send_call(self, method: str, request: Message) -> None:
         self.link.send(pack_call(method, request))
@@ -97,7 +97,7 @@ class Peer:
         return self.receive()
 
     def is_hung_up(self) -> bool:
-        """Wait for the server's hanging up; False when it sends something instead."""
+        """Wait for the server to hang up; False if it sends something instead."""
         return self.link.recv(1) == b""
 
     def close(self) -> None:
@@ -111,7 +111,7 @@ class Peer:
 
 
 class Listener:
-    """Listens at *path* in the server's place. *serve* has each connection, in a thread."""
+    """Listens at *path* in place of the server; *serve* runs in a thread for each connection."""
 
     def __init__(self, path: Path, serve: Callable[[socket.socket], None]) -> None:
         self._serve = serve
@@ -120,11 +120,11 @@ class Listener:
         self._socket.bind(str(path))
         self._socket.listen(64)
         self.links = [self._socket]
-        """What ``close`` hangs up on."""
+        """Sockets that ``close`` shuts down."""
         self.start(self._accept)
 
     def start(self, work: Callable[..., None], *args: socket.socket) -> None:
-        """Do *work* in a thread that ends by the time of ``close``."""
+        """Run *work* in a thread; ``close`` joins it."""
         self._threads.append(threading.Thread(target=work, args=args))
         self._threads[-1].start()
 

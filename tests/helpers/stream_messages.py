@@ -1,4 +1,4 @@
-"""Messages of TCP streams as tests send and expect them, and a caller that sends any of them."""
+"""Messages of TCP streams for tests, and a caller that sends any of them."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.framing import FramedSocket
 
 Sent = tuple[pb.StreamMessage, bytes]
-"""A message and its payload, which only a part has."""
+"""A message and its payload; only parts have one."""
 
 
 def send(wire: FramedSocket, message: pb.StreamMessage, payload: bytes = b"") -> None:
@@ -42,13 +42,13 @@ def ready(request: int = 0) -> pb.StreamMessage:
 
 
 def get(request: int, session_id: int, digests: bytes = b"") -> pb.StreamMessage:
-    asked = pb.GetRequest(session_id=session_id, digests=digests, deadline_ms=1000)
-    return pb.StreamMessage(request=request, get=asked)
+    body = pb.GetRequest(session_id=session_id, digests=digests, deadline_ms=1000)
+    return pb.StreamMessage(request=request, get=body)
 
 
 def put(request: int, session_id: int) -> pb.StreamMessage:
-    asked = pb.PutRequest(session_id=session_id, deadline_ms=1000)
-    return pb.StreamMessage(request=request, put=asked)
+    body = pb.PutRequest(session_id=session_id, deadline_ms=1000)
+    return pb.StreamMessage(request=request, put=body)
 
 
 def part(
@@ -71,7 +71,7 @@ def done(request: int, frames: int) -> pb.StreamMessage:
 
 
 def stored(request: int, outcomes: bytes) -> pb.StreamMessage:
-    """Return the end of a put of frames with these *outcomes*."""
+    """Return the reply to a put of frames with these *outcomes*."""
     answer = pb.PutResponse(outcomes=outcomes, reasons=[""] * len(outcomes))
     return pb.StreamMessage(request=request, stored=answer)
 
@@ -84,35 +84,35 @@ SOON_S = 20.0
 
 
 class StreamCaller:
-    """Connected under the session of *terms*, and let in."""
+    """A stream attached to the session of *terms*."""
 
     def __init__(self, terms: pb.OpenSessionResponse) -> None:
         host, _, port = terms.bulk_address.rpartition(":")
         link = socket.create_connection((host.removeprefix("tcp://"), int(port)))
         self.wire = FramedSocket(link, "server", time.monotonic, is_encrypted=False)
         self.wire.set_timeout(SOON_S)
-        self.say(attach(terms.session_id, terms.attach_token))
-        answer, _ = self.hear()
+        self.send(attach(terms.session_id, terms.attach_token))
+        answer, _ = self.receive()
         if answer.HasField("failed"):
             self.close()
             raise bulk.error_of(answer.failed)
         assert answer == pb.StreamMessage(ready=True)
 
-    def say(self, message: pb.StreamMessage, payload: bytes = b"") -> None:
+    def send(self, message: pb.StreamMessage, payload: bytes = b"") -> None:
         send(self.wire, message, payload)
 
-    def hear(self) -> Sent:
+    def receive(self) -> Sent:
         return receive(self.wire)
 
     def is_refused(self, text: str) -> bool:
-        """Whether the next message is an error that has *text* behind its class's name."""
-        answer, _ = self.hear()
+        """Whether the next message is an error with *text* in its name or text."""
+        answer, _ = self.receive()
         error = f"{answer.failed.name}: {answer.failed.text}"
         assert text in error, error
         return answer.request == 1 and answer.HasField("failed")
 
     def is_hung_up_on(self) -> bool:
-        """Whether nothing more comes."""
+        """Whether the server hangs up."""
         with pytest.raises(TierUnavailableError):
             self.wire.receive()
         return True

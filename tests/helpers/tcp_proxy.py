@@ -1,4 +1,4 @@
-"""A TCP proxy in front of a server on this host; what it does to bytes is for subclasses to say."""
+"""A TCP proxy in front of a server on this host; subclasses may change the bytes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class TcpProxy:
-    """Passes connections on to *port* of the loopback, and has an ``address`` of its own."""
+    """Forwards connections to *port* of the loopback from its own ``address``."""
 
     def __init__(self, port: int) -> None:
         self._target = ("127.0.0.1", port)
@@ -29,11 +29,11 @@ class TcpProxy:
         return f"127.0.0.1:{self.port}"
 
     def hand_on(self, data: bytes, sink: socket.socket, *, is_up: bool) -> None:
-        """Send what came on to *sink*, the server where *is_up*. An OSError cuts the connection."""
+        """Forward *data* to *sink*, the server if *is_up*. An OSError closes the connection."""
         sink.sendall(data)
 
     def cut(self) -> None:
-        """End every connection now."""
+        """Close all connections."""
         for link in self._links:
             hang_up(link)
 
@@ -60,7 +60,7 @@ class TcpProxy:
                 hang_up(near)
                 continue
             for link in (near, far):
-                # Little is on its way beyond what was let through.
+                # Keeps few bytes in flight beyond the forwarded ones.
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, 1 << 16)
                 link.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 1 << 16)
                 link.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -71,7 +71,7 @@ class TcpProxy:
             self._start(self._pump, far, near, False)
 
     def _piece_bytes(self) -> int:
-        """Return how much passes at once."""
+        """Return the size of a forwarded piece."""
         return 1 << 16
 
     def _pump(self, source: socket.socket, sink: socket.socket, is_up: bool) -> None:

@@ -1,4 +1,4 @@
-"""What tests of the transformers connector share: an engine's own results, to compare with."""
+"""Helpers of transformers connector tests: reference results of the engine itself."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ OPTIONS = ClientOptions(chunk_tokens=64, deadline_ms=DEADLINE_MS, retry_after_ms
 
 
 def greedy(new_tokens: int = 12) -> GenerationConfig:
-    """Settings whose tokens depend on nothing but the logits."""
+    """Return deterministic settings: tokens depend on the logits only."""
     return GenerationConfig(  # type: ignore[no-untyped-call]
         max_new_tokens=new_tokens, do_sample=False, eos_token_id=1, pad_token_id=1
     )

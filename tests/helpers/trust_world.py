@@ -1,4 +1,4 @@
-"""A server over TLS that asks who calls, and callers of it."""
+"""A TLS server with authentication, and its clients."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def chunks_for(client: Client, seed: int, count: int = 4) -> tuple[list[ChunkKey
 
 
 class World:
-    """A server over TLS that asks who calls, and callers of it."""
+    """A TLS server with authentication, and its clients."""
 
     def __init__(self, folder: Path, *flags: str) -> None:
         self.folder = folder
@@ -57,7 +57,7 @@ class World:
         return client
 
     def new_key(self, tenant: str, *roles: str) -> str:
-        """Return a key that the server knows already."""
+        """Return a new key that the server has loaded."""
         key = self.ring.make(tenant, *roles)
         self.server.node.authorizer.authenticator.refresh()
         return key
@@ -68,7 +68,7 @@ class World:
         return connection
 
     def call(self, key: str, method: str, request: Any) -> Any:
-        """Call *method*, whatever it is, as the holder of *key*; return all of its answer."""
+        """Call any *method* as the holder of *key*; return its reply or replies."""
         connection = self.dial(Access(ca=self.ca.path, token=key))
         descriptor = SERVICE.methods_by_name[method]
         reply = getattr(pb, descriptor.output_type.name)
@@ -85,7 +85,7 @@ class World:
 
 
 class Audited(World):
-    """A world that writes down what happens, and what was written."""
+    """A World with an audit log."""
 
     def __init__(self, folder: Path) -> None:
         self.log = folder / "audit"
@@ -94,7 +94,7 @@ class Audited(World):
     def lines(self) -> list[dict[str, Any]]:
         return [fields for fields, _ in read_chain(audit_files(self.log))]
 
-    def came(self, **wanted: object) -> bool:
+    def has_line(self, **wanted: object) -> bool:
         return any(wanted.items() <= line.items() for line in self.lines())
 
 

@@ -1,4 +1,4 @@
-"""Pages of engines that pack K and V in different ways, and what is written to them."""
+"""Pages of engines that pack K and V in different ways, and reference KV in them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tables: TypeAlias = Sequence[Sequence[int]]
 
 
 def _group(kind: LayerKind, window_tokens: int, **tables: int) -> LayerGroupShape:
-    """Return layers by their number, ``n0=table``."""
+    """Return a group of layers, given as ``n<number>=table``."""
     layers = tuple(
         LayerRef(f"model.layers.{name[1:]}.attn", int(name[1:]), table)
         for name, table in tables.items()
@@ -49,7 +49,7 @@ def representation(revision: str = "r1", shape: KVCacheShape = SHAPE) -> Model:
 
 
 def writer(packing: BlockLayout) -> Callable[[str], BlockWriter]:
-    """Return how the layers of an engine write that packs as *packing* reads."""
+    """Return the write function of engine layers with *packing*."""
 
     def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
         packed = packing(pages) if len(parts) == 2 else rows(pages)
@@ -61,7 +61,7 @@ def writer(packing: BlockLayout) -> Callable[[str], BlockWriter]:
 
 
 def scrambled(_: str) -> BlockWriter:
-    """Return one that writes K and V where no known packing looks for them."""
+    """Return a writer with an unknown packing of K and V."""
 
     def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
         block = int(slots[0]) // pages.shape[2]
@@ -72,7 +72,7 @@ def scrambled(_: str) -> BlockWriter:
 
 
 def empty_pages(value: float = 0.0, shape: KVCacheShape = SHAPE) -> dict[str, torch.Tensor]:
-    """Return the pages of every layer, as vLLM registers them, in no order."""
+    """Return the pages of every layer, as vLLM registers them, unordered."""
     return {
         layer.name: torch.full(
             (BLOCKS, group.kv_heads, BLOCK_TOKENS, group.layer_group.parts * group.head_dim), value
@@ -83,7 +83,7 @@ def empty_pages(value: float = 0.0, shape: KVCacheShape = SHAPE) -> dict[str, to
 
 
 def kv_of(token: int, position: int, layer: int) -> torch.Tensor:
-    """Return K and V, each (kv_heads, head_dim), that follow from a token and its place."""
+    """Return K and V, each (kv_heads, head_dim), derived from a token and its position."""
     seed = np.random.default_rng([token, position, layer])
     return torch.from_numpy(seed.random((2, HEADS, HEAD_DIM), np.float32))
 
@@ -101,7 +101,7 @@ def _places(
 
 
 def tables_of(blocks: Sequence[int] | Tables) -> Tables:
-    """Return block tables of what may be a single one."""
+    """Return block tables; *blocks* may be a single one."""
     return blocks if isinstance(blocks[0], Sequence) else [blocks]  # type: ignore[list-item,return-value]
 
 
@@ -109,7 +109,7 @@ def compute(
     pages: dict[str, torch.Tensor], packing: BlockLayout, tokens: list[int],
     blocks: Sequence[int] | Tables, start: int = 0, shape: KVCacheShape = SHAPE,
 ) -> None:  # fmt: skip
-    """Fill the slots of *tokens* from *start* on, as a forward pass would."""
+    """Fill the slots of *tokens* from *start* on, like a forward pass."""
     for number, table, parts in _places(pages, packing, shape):
         ids = tables_of(blocks)[table]
         for position in range(start, len(tokens)):
@@ -124,10 +124,10 @@ def holds(
     pages: dict[str, torch.Tensor], packing: BlockLayout, tokens: list[int],
     blocks: Sequence[int] | Tables, shape: KVCacheShape = SHAPE,
 ) -> bool:  # fmt: skip
-    """Whether the slots of *tokens* have what ``compute`` puts there; null blocks have nothing."""
-    right = empty_pages(shape=shape)
-    compute(right, packing, tokens, blocks, shape=shape)
-    both = zip(_places(pages, packing, shape), _places(right, packing, shape), strict=True)
+    """Whether the slots of *tokens* have the values of ``compute``; null blocks are skipped."""
+    reference = empty_pages(shape=shape)
+    compute(reference, packing, tokens, blocks, shape=shape)
+    both = zip(_places(pages, packing, shape), _places(reference, packing, shape), strict=True)
     return all(
         torch.equal(found[ids[at // BLOCK_TOKENS], :, at % BLOCK_TOKENS],
                     expected[ids[at // BLOCK_TOKENS], :, at % BLOCK_TOKENS])
@@ -140,7 +140,7 @@ def holds(
 
 
 def ranks_of(tensor: int, *stages: tuple[int, int]) -> list[Shard | None]:
-    """Return the shards of a parallel engine over the model of SHAPE; of one rank: all of it."""
+    """Return the shards of a parallel engine over the model of SHAPE; None for a single rank."""
     if tensor == 1 and not stages:
         return [None]
     return [
@@ -151,7 +151,7 @@ def ranks_of(tensor: int, *stages: tuple[int, int]) -> list[Shard | None]:
 
 
 def shape_of_rank(shape: KVCacheShape, rank: Shard | None) -> KVCacheShape:
-    """Return what a rank keeps of a model whose one group *shape* has."""
+    """Return the shape of a rank of a model with one group, *shape*."""
     if rank is None:
         return shape
     (group,) = shape.groups

@@ -48,8 +48,8 @@ def feature(identifier: str, offset: int, length: int) -> Any:
 
 
 def step(taken: Sequence[Sequence[int]] = (), /, **tokens: int) -> Any:
-    """vllm.v1.core.sched.output.SchedulerOutput of a step that computes so many tokens of each,
-    for which blocks were given out in the tables *taken*."""
+    """vllm.v1.core.sched.output.SchedulerOutput of a step with *tokens* of each request; *taken*:
+    newly allocated blocks by table."""
     cached = SimpleNamespace(new_block_ids=[None, tuple(list(ids) for ids in taken)])
     return SimpleNamespace(
         num_scheduled_tokens=tokens, total_num_scheduled_tokens=sum(tokens.values()),
@@ -60,7 +60,7 @@ def step(taken: Sequence[Sequence[int]] = (), /, **tokens: int) -> Any:
 
 @dataclass
 class FullAttentionSpec:
-    """vllm.v1.kv_cache_interface.FullAttentionSpec: known by its name."""
+    """vllm.v1.kv_cache_interface.FullAttentionSpec, recognised by name."""
 
     block_size: int = 32
     num_kv_heads: int = 2

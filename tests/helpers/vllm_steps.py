@@ -36,7 +36,7 @@ from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.proto.types import LayerKind, Model
 
 Blocks: TypeAlias = "Sequence[int] | Tables"
-"""Of one table, or tables."""
+"""Block ids of one table, or of several."""
 
 QUEUE_BYTES = 64 << 20
 
@@ -52,8 +52,8 @@ def positions(plan: StepPlan) -> list[int]:
 
 
 class Engine:
-    """What vLLM does around the connector: blocks, steps, and a forward pass that follows from
-    tokens. *ranks*: those of a parallel engine, each with its layers and heads of the pages."""
+    """vLLM around the connector: blocks, steps, and a forward pass derived from tokens.
+    *ranks*: of a parallel engine, each with its layers and heads of the pages."""
 
     def __init__(
         self, address: str, identity: Model | None = None, packing: BlockLayout = BLOCK_LAYOUTS[0],
@@ -62,8 +62,8 @@ class Engine:
         device: SlowDevice | None = None, client: type[Client] = Client, zeroes: bool = False,
         accuracy: str = "exact",
     ) -> None:  # fmt: skip
-        """*device*: where pages lie and the forward pass runs, late. *zeroes*: blocks are zeroed
-        when they are given out, before ``handle_preemptions``, as vLLM's V2 runner does."""
+        """*device*: has the pages and runs the forward pass with a delay. *zeroes*: new blocks are
+        zeroed before ``handle_preemptions``, as in vLLM's V2 runner."""
         opts = opts or options()
         self.shape = shape
         self.device, self._zeroes = device, zeroes
@@ -82,14 +82,14 @@ class Engine:
         self._next_block = 1
 
     def blocks(self, tokens: int) -> list[int]:
-        """Hand out blocks of one table in no order."""
+        """Allocate blocks of one table, in descending order."""
         count = -(-tokens // BLOCK_TOKENS)
         first, self._next_block = self._next_block, self._next_block + count
         assert self._next_block <= BLOCKS
         return list(reversed(range(first, first + count)))
 
-    def room_for(self, tokens: int, computed: int = 0) -> Blocks:
-        """Hand out blocks of each table; of windows only what the next token looks back into."""
+    def blocks_for(self, tokens: int, computed: int = 0) -> Blocks:
+        """Allocate blocks of each table; for windows only those within reach of the next token."""
         if not self.shape.has_ends:
             return self.blocks(tokens)
         tables = []
@@ -105,7 +105,7 @@ class Engine:
     def arrived(
         self, name: str, tokens: Sequence[int], hit: int = 0, computed: int = 0, **fields: Any
     ) -> FakeRequest:
-        """Take a prompt of which *hit* tokens can be loaded beside *computed* ones."""
+        """Add a prompt of which *hit* tokens can be loaded besides *computed* ones."""
         request = FakeRequest(name, list(tokens), **fields)
         self.scheduler.on_new_request(request)
         assert self.matched(request, computed) == hit
@@ -114,7 +114,7 @@ class Engine:
     def computed(
         self, name: str, tokens: Sequence[int], blocks: Blocks | None = None
     ) -> tuple[FakeRequest, Blocks]:
-        """Compute a prompt, of which nothing is stored, in one step."""
+        """Compute a prompt without stored tokens in one step."""
         request = self.arrived(name, tokens)
         blocks = self.blocks(len(tokens)) if blocks is None else blocks
         self.step(request, blocks, len(tokens))
@@ -126,7 +126,7 @@ class Engine:
         return client
 
     def matched(self, request: FakeRequest, computed: int = 0) -> int:
-        """Ask until there is an answer."""
+        """Return the matched tokens once the lookup is done."""
         found: list[int | None] = []
 
         def is_known() -> bool:
@@ -137,7 +137,7 @@ class Engine:
         return found[-1] or 0
 
     def step(self, request: FakeRequest, blocks: Blocks, tokens: int) -> StepPlan:
-        """Run one step that computes *tokens* of the request, in blocks it was just given."""
+        """Run one step that computes *tokens* of the request in new *blocks*."""
         tables, start = tables_of(blocks), request.num_computed_tokens
         stop = start + tokens
         new = slice(start // BLOCK_TOKENS, -(-stop // BLOCK_TOKENS))
@@ -157,7 +157,7 @@ class Engine:
         return plan
 
     def _do(self, work: Callable[[], object]) -> None:
-        """Do what the engine does in pages: at once, or on the device, which is late."""
+        """Run the engine's work on pages: at once, or delayed on the device."""
         if self.device is None:
             work()
         else:
@@ -175,7 +175,7 @@ class Engine:
         self._do(write)
 
     def load(self, request: FakeRequest, blocks: Blocks, tokens: int) -> set[int]:
-        """Load what ``matched`` promised; return the blocks that failed, as vLLM joins them."""
+        """Load the matched tokens; return the failed blocks of all workers."""
         self.scheduler.on_alloc(request, tokens, tables_of(blocks))
         plan = self.scheduler.build_plan(step(), lambda _: [])
         failed: set[int] = set()
@@ -185,30 +185,30 @@ class Engine:
             assert worker.settled(20.0)
             assert worker.finished_loads(is_idle=True) == {request.request_id}
             failed |= worker.failed_blocks()
-        self.tell()
+        self.collect_reports()
         return failed
 
-    def tell(self) -> None:
-        """Tell the scheduler what workers have to say, as vLLM joins it at the end of a step."""
-        said = [report for worker in self.workers if (report := worker.report()) is not None]
-        if said:
-            self.scheduler.on_report(reduce(WorkerReport.joined, said))
+    def collect_reports(self) -> None:
+        """Pass the joined reports of workers to the scheduler, as vLLM does after a step."""
+        reports = [report for worker in self.workers if (report := worker.report()) is not None]
+        if reports:
+            self.scheduler.on_report(reduce(WorkerReport.joined, reports))
 
     def idle(self) -> None:
-        """Run a step that computes nothing: vLLM leaves its hook for stores out."""
+        """Run a step that computes nothing, without the hook for stores, as vLLM does."""
         plan = self.scheduler.build_plan(step(), lambda _: [])
         for worker in self.workers:
             worker.save_before_overwrite(plan)
             worker.load(plan)
             assert worker.finished_loads(is_idle=True) == set()
-        self.tell()
+        self.collect_reports()
 
     def run(self, name: str, tokens: list[int]) -> int:
-        """Take a prompt from its arrival to its end; return how many tokens were loaded."""
+        """Run a prompt from its arrival to its end; return the number of loaded tokens."""
         request = FakeRequest(name, list(tokens))
         self.scheduler.on_new_request(request)
         hit = self.matched(request)
-        blocks = self.room_for(len(tokens), hit)
+        blocks = self.blocks_for(len(tokens), hit)
         tracked = self.scheduler._tracked[name]
         assert eventually(lambda: tracked.lookup.result is not None)
         if hit:

@@ -13,7 +13,7 @@ from threading import Barrier
 import pytest
 from contracts.chunks import make_frame, make_info, payload
 from contracts.shelf import assert_absent, assert_counts, assert_holds, bytes_of, put
-from helpers.disk_process import SEALER_BYTES, is_whole, note, open_disk, sealer
+from helpers.disk_process import SEALER_BYTES, is_whole, open_disk, record, sealer
 
 from kvstore.proto.errors import TierUnavailableError
 from kvstore.proto.types import ChunkInfo
@@ -63,10 +63,10 @@ def test_every_durable_seal_survives_kill_9(tmp_path: Path) -> None:
             assert child.stdout is not None
             left = draw.randrange(10, 150)
             while left:
-                left -= note(owed, child.stdout.readline())
+                left -= record(owed, child.stdout.readline())
             child.kill()
             for line in child.stdout:
-                note(owed, line)
+                record(owed, line)
         tier = open_disk(tmp_path / "disk", SEALER_BYTES)
         assert tier.dropped_rows == 0
         for key, seed in owed.items():

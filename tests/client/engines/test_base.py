@@ -48,7 +48,7 @@ def test_whatever_fails_in_a_load_is_a_counted_miss(connect: Connect) -> None:
 
     assert load_prompt(engine.connector, prompt, no_room) == Prefix()
     assert load_prompt(engine.connector, prompt, lambda _: []) == Prefix()
-    assert load_prompt(engine.connector, [-1] * 16, engine.make_room) == Prefix()
+    assert load_prompt(engine.connector, [-1] * 16, engine.allocate) == Prefix()
     wrong = [empty_tensors(KVLayout.of(MEDIUM, CHUNK_TOKENS)) for _ in range(2)]
     assert load_prompt(engine.connector, prompt, lambda _: wrong) == Prefix()
     stats = engine.connector.stats()

@@ -117,7 +117,7 @@ def test_what_finds_no_slot_before_its_blocks_are_given_away_is_dropped_and_coun
     assert worker.settled(20.0)
     assert worker.counted["gone_chunks"] == 1
     assert worker.counted["stored_chunks"] == 3
-    engine.tell()
+    engine.collect_reports()
     assert engine.run("c", prompt) == 3 * CHUNK_TOKENS
     assert start().run("d", prompt) == 4 * CHUNK_TOKENS, "computed again, it is stored"
 
@@ -134,7 +134,7 @@ def test_a_prompt_that_is_computed_before_anything_was_sent_is_stored_whole(
     request, blocks = engine.arrived("a", prompt), engine.blocks(len(prompt))
     for _ in range(2):
         engine.step(request, blocks, len(prompt) // 2)
-        engine.tell()
+        engine.collect_reports()
     engine.scheduler.finished(request)
     assert engine.scheduler.has_stores_waiting, "the engine steps on without a request"
     hold.set()

@@ -172,7 +172,7 @@ def test_stores_beyond_any_ranks_queue_are_dropped_from_the_end_and_stored_when_
     last._queue_bytes = room * 3 * 2 * CHUNK_TOKENS * HEADS // ranks * HEAD_DIM * 4
     engine.run("a", PROMPT)
     assert (last.counted["stored_chunks"], last.counted["dropped_chunks"]) == (room, 3 - room)
-    engine.tell()
+    engine.collect_reports()
     last._queue_bytes = QUEUE_BYTES
     assert engine.run("b", PROMPT) == room * CHUNK_TOKENS
     assert start().run("c", PROMPT) == 192
@@ -262,7 +262,7 @@ def test_an_engine_without_its_pages_loads_and_stores_nothing_until_it_has_them_
     assert engine.load(request, blocks, 192) == set(blocks[:6])
     engine.step(request, blocks, 200)
     engine.run("e", OTHER)
-    engine.tell()
+    engine.collect_reports()
     assert worker.counted["stored_chunks"] == 3
     assert worker.register(engine.pages[0], writer(engine.packing)) == ""
     assert engine.run("c", PROMPT) == 192
@@ -336,7 +336,7 @@ def test_an_engine_that_is_refused_counts_each_request_as_a_miss_for_its_reason(
 
 
 def tables(engine: Engine, tokens: int, computed: int = 0) -> Tables:
-    return engine.room_for(tokens, computed)  # type: ignore[return-value]
+    return engine.blocks_for(tokens, computed)  # type: ignore[return-value]
 
 
 @pytest.mark.parametrize("shape", [HYBRID, SLIDING], ids=["hybrid", "window"])

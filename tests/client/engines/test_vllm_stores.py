@@ -179,7 +179,7 @@ def test_a_decode_engine_waits_for_what_a_prefill_engine_promised(
     decode, request = waiting(start, server)
     prefill.run("first", PROMPT)
     assert decode.matched(request) == 192
-    assert decode.load(request, decode.room_for(200, 192), 192) == set()
+    assert decode.load(request, decode.blocks_for(200, 192), 192) == set()
 
 
 @pytest.mark.parametrize("ends", ["engine", "prompt"])

@@ -103,7 +103,7 @@ def test_call_before_attach_or_join_or_behind_a_wrong_token_is_denied(
                 assert stranger.join(Claim(terms.session_id, token)) is Reply.denied
             for number in METHODS:
                 body = METHODS[number].request(session_id=terms.session_id).SerializeToString()
-                assert stranger.ask(Request(Op.call, number).pack() + body) is Reply.denied
+                assert stranger.request(Request(Op.call, number).pack() + body) is Reply.denied
 
 
 def test_call_in_another_session_s_name_is_refused_and_leaves_nothing(
@@ -152,8 +152,8 @@ def test_packet_too_long_or_of_no_method_is_refused_and_its_descriptors_are_clos
     assert len(fits) == MAX_PACKET_BYTES
     joint.link.send(fits)
     assert "digests" in str(joint.receive().error)
-    assert joint.ask(fits + b"\0") is Reply.invalid
-    assert joint.ask(fits + bytes(5000)) is Reply.invalid
+    assert joint.request(fits + b"\0") is Reply.invalid
+    assert joint.request(fits + bytes(5000)) is Reply.invalid
     for number in (0, 11, (1 << 64) - 1):
         joint.link.send(Request(Op.call, number).pack() + lookup(terms).SerializeToString())
         error = joint.receive().error
@@ -162,7 +162,7 @@ def test_packet_too_long_or_of_no_method_is_refused_and_its_descriptors_are_clos
     with staging() as descriptor:
         for _ in range(10):
             packet = pack_call("Lookup", lookup(terms))
-            assert joint.ask(packet, [descriptor] * 4) is Reply.ok
+            assert joint.request(packet, [descriptor] * 4) is Reply.ok
     assert_works(joint, terms)
     # Fewer when the memory of attach was not closed yet when they were counted.
     assert eventually(lambda: open_files() <= before)
@@ -401,7 +401,7 @@ class Plane:
         self.let_go = threading.Event()
         self.host = attached(str(path), self.session)
         self.peers = [self.host]
-        assert self.host.ask(pack_call("Lookup", pb.LookupRequest())) is Reply.invalid
+        assert self.host.request(pack_call("Lookup", pb.LookupRequest())) is Reply.invalid
         self.plane.answer = self.answer  # who asks before is told that nobody answers
 
     def answer(self, session: Session, head: Request, body: bytes) -> Generator[Packet, None, None]:
@@ -493,5 +493,5 @@ def test_session_that_ends_just_behind_its_call_kills_no_thread(own: Plane) -> N
     assert own.host.is_hung_up()
     own.plane._poll = poll
     with Peer(str(own.plane.path)) as other:
-        assert other.ask(b"hello") is Reply.invalid
+        assert other.request(b"hello") is Reply.invalid
     assert own.plane.is_alive()

@@ -264,17 +264,17 @@ def test_what_somebody_overheard_of_one_attach_is_worth_nothing(
     attach = Request(Op.attach, STAGING_BYTES, own).pack()
     assert token not in hello + said[0] + attach
     with staging() as descriptor:
-        assert thief.ask(attach, [descriptor]) is Reply.denied  # its hello had another nonce
-        assert connect().ask(attach, [descriptor]) is Reply.denied
+        assert thief.request(attach, [descriptor]) is Reply.denied  # its hello had another nonce
+        assert connect().request(attach, [descriptor]) is Reply.denied
         as_join = Request(Op.join, 0, own).pack()
-        assert peer.ask(as_join) is Reply.denied  # a proof is of one operation, and of one try
-        assert peer.ask(attach, [descriptor]) is Reply.denied
+        assert peer.request(as_join) is Reply.denied  # a proof is of one operation, and of one try
+        assert peer.request(attach, [descriptor]) is Reply.denied
 
 
 def test_what_follows_a_request_that_is_no_call_is_refused(connect: Connect, terms: Terms) -> None:
     hello = Request(Op.hello, terms.session_id, b"n" * unix_socket.NONCE_BYTES).pack()
-    assert connect().ask(hello + b"more") is Reply.invalid
-    assert connect().ask(hello) is Reply.ok
+    assert connect().request(hello + b"more") is Reply.invalid
+    assert connect().request(hello) is Reply.ok
 
 
 @given(garbage=st.binary(min_size=1, max_size=64))
@@ -283,7 +283,7 @@ def test_garbage_is_answered_invalid_and_never_kills_the_thread(
     server: LocalServer, plane: UnixServer, garbage: bytes
 ) -> None:
     with Peer(str(plane.path)) as peer:
-        assert peer.ask(garbage) in (Reply.invalid, Reply.denied)
+        assert peer.request(garbage) in (Reply.invalid, Reply.denied)
     assert server.node.is_alive()
 
 
@@ -321,7 +321,7 @@ def test_peer_that_stays_silent_is_hung_up_on_as_are_those_beyond_the_limit(
     clock = FakeClock()
     plane = open_plane(tmp_path, make_table(clock), clock)
     with closing(plane), Peer(str(plane.path)) as first, Peer(str(plane.path)) as second:
-        assert [peer.ask(b"hello") for peer in (first, second)] == [Reply.invalid] * 2
+        assert [peer.request(b"hello") for peer in (first, second)] == [Reply.invalid] * 2
         with Peer(str(plane.path)) as third:
             assert third.is_hung_up()
         clock.advance(unix_server._ATTACH_WITHIN_S + 1)
@@ -339,7 +339,7 @@ def test_slab_s_descriptor_is_closed_once_it_is_sent(tmp_path: Path, no_leaks: N
             assert peer.attach(table.open(SMALL, "test"), descriptor) is Reply.ok
         before = open_files()
         for _ in range(20):
-            assert peer.ask(Request(Op.slab, 1).pack()) is Reply.ok
+            assert peer.request(Request(Op.slab, 1).pack()) is Reply.ok
         # Fewer when the memory of attach was not closed yet when they were counted.
         assert eventually(lambda: open_files() <= before)
     os.close(slab)

@@ -89,12 +89,12 @@ def test_a_get_that_makes_no_sense_is_refused_and_leaves_nothing(
 ) -> None:
     with server.unchanged():
         for changes, message in BAD_GETS:
-            caller.say(get_of(terms, **{"digests": bytes(16), **changes}))
+            caller.send(get_of(terms, **{"digests": bytes(16), **changes}))
             assert caller.is_refused(message)
-        caller.say(get_of(open_session(server.dial()), bytes(16)))
+        caller.send(get_of(open_session(server.dial()), bytes(16)))
         assert caller.is_refused("UnauthenticatedError")
-        caller.say(get_of(terms, bytes(16)))
-        assert caller.hear() == (done(1, 0), b"")
+        caller.send(get_of(terms, bytes(16)))
+        assert caller.receive() == (done(1, 0), b"")
 
 
 @pytest.fixture
@@ -116,17 +116,17 @@ def test_a_get_that_is_cancelled_ends_soon_and_the_stream_goes_on(
 ) -> None:
     terms, digests = wide
     with closing(StreamCaller(terms)) as reader:
-        reader.say(get_of(terms, digests))
-        reader.say(cancel(1))
-        while (said := reader.hear()[0]).HasField("part"):
+        reader.send(get_of(terms, digests))
+        reader.send(cancel(1))
+        while (reply := reader.receive()[0]).HasField("part"):
             continue
-        assert kind(said) == "done"
-        assert said.done < 24
-        reader.say(cancel(1))  # of a get that has ended: it was on its way
-        reader.say(get_of(terms, digests[:16], request=2))
-        while (said := reader.hear()[0]).HasField("part"):
-            assert said.request == 2
-        assert said == done(2, 1)
+        assert kind(reply) == "done"
+        assert reply.done < 24
+        reader.send(cancel(1))  # of a get that has ended: it was on its way
+        reader.send(get_of(terms, digests[:16], request=2))
+        while (reply := reader.receive()[0]).HasField("part"):
+            assert reply.request == 2
+        assert reply == done(2, 1)
     assert server.settled().leases == 0
 
 
@@ -136,19 +136,19 @@ def test_who_says_anything_else_while_frames_come_is_hung_up_on(
     terms, digests = wide
     for word in (cancel(2), ready(1), finish(1, 1)):
         with closing(StreamCaller(terms)) as reader:
-            reader.say(get_of(terms, digests))
-            reader.say(word)
+            reader.send(get_of(terms, digests))
+            reader.send(word)
             with suppress(TierUnavailableError):  # what the sockets hold comes before
-                while (said := reader.hear()[0]).HasField("part"):
+                while (reply := reader.receive()[0]).HasField("part"):
                     continue
-                pytest.fail(f"it was answered: {said}")
+                pytest.fail(f"it was answered: {reply}")
         assert server.settled().leases == 0
 
 
 def stall(reader: StreamCaller, server: LocalServer, ask: pb.StreamMessage) -> None:
     """Have *reader* begin a get, and wait until that holds a lease more and no thread."""
     streams, leases = server.streams, server.usage().leases
-    reader.say(ask)
+    reader.send(ask)
     assert eventually(lambda: server.usage().leases == leases + 1)
     assert eventually(lambda: streams._clients_served == 0)
 
@@ -156,9 +156,9 @@ def stall(reader: StreamCaller, server: LocalServer, ask: pb.StreamMessage) -> N
 def read_all(reader: StreamCaller) -> None:
     """Take the whole answer to a get of all that is ``wide``."""
     size_bytes = 0
-    while (said := reader.hear())[0].HasField("part"):
-        size_bytes += len(said[1])
-    assert said[0] == done(1, 24)
+    while (reply := reader.receive())[0].HasField("part"):
+        size_bytes += len(reply[1])
+    assert reply[0] == done(1, 24)
     assert size_bytes == 24 * len(frame_of(ChunkKey(bytes(32)), MEDIUM, 512))
 
 
@@ -213,10 +213,10 @@ def test_a_get_goes_on_and_another_ends_while_all_threads_of_clients_are_busy(
         stall(slow, server, get_of(terms, digests, deadline_ms=60_000))
         stall(late, server, get_of(terms, digests, deadline_ms=10_000))
         monkeypatch.setattr(streams.service, "get", lambda *_: go_on.wait(SOON_S) and None)
-        busy.say(get_of(terms, digests))
+        busy.send(get_of(terms, digests))
         assert eventually(lambda: streams._clients_served == 1)
         with closing(StreamCaller(terms)) as another:
-            another.say(get_of(terms, digests))
+            another.send(get_of(terms, digests))
             assert another.is_hung_up_on(), "no thread is left for what begins"
         read_all(slow)
         assert eventually(lambda: server.usage().leases == 1)
@@ -236,7 +236,7 @@ def test_of_too_many_readers_that_take_nothing_the_last_loses_its_stream(
     with ExitStack() as stack:
         for count in (1, 2, 2):
             reader = stack.enter_context(closing(StreamCaller(terms)))
-            reader.say(get_of(terms, digests, deadline_ms=60_000))
+            reader.send(get_of(terms, digests, deadline_ms=60_000))
             assert eventually(lambda: streams._clients_served == 0)
             # Each is seen before the next one comes.
             assert eventually(lambda: len(streams._streams) == count)  # noqa: B023
@@ -247,7 +247,7 @@ def test_of_too_many_readers_that_take_nothing_the_last_loses_its_stream(
 def test_the_server_s_own_words_and_lengths_over_the_limit_are_hung_up_on(terms: Terms) -> None:
     for word in (ready(1), done(1, 1), failed(1, "", "")):
         with closing(StreamCaller(terms)) as reader:
-            reader.say(word)
+            reader.send(word)
             assert reader.is_hung_up_on()
     for lengths in (
         (bulk.MAGIC, bulk.MAX_HEADER_BYTES + 1, 0),
@@ -299,10 +299,10 @@ def key_of(terms: Terms, seed: int = 1) -> ChunkKey:
 
 def begin(writer: StreamCaller, terms: Terms, steps: int = 0) -> None:
     """Begin a put, and send the first *steps* parts of its frame."""
-    writer.say(put_of(terms))
-    assert writer.hear() == (GO_ON, b"")
+    writer.send(put_of(terms))
+    assert writer.receive() == (GO_ON, b"")
     for word, data in parts_of(frame_of(key_of(terms), SMALL))[:steps]:
-        writer.say(word, data)
+        writer.send(word, data)
 
 
 def leaves(server: LocalServer, chunks: int) -> bool:
@@ -322,7 +322,7 @@ def test_a_server_that_stops_in_the_midst_of_a_put_ends_it_and_is_clean(
         server.stop()
         assert idle.is_hung_up_on()
     with pytest.raises(KVStoreError):
-        list(iter(caller.hear, None))
+        list(iter(caller.receive, None))
     assert eventually(lambda: server.usage().open_puts + server.usage().pending_puts == 0)
 
 
@@ -334,9 +334,9 @@ def test_frames_are_stored_and_answered_for_one_by_one(
     begin(caller, terms)
     for chunk, frame in enumerate(frames):
         for word, data in parts_of(frame, chunk=chunk, cut=cut):
-            caller.say(word, data)
-    caller.say(finish(1, 3))
-    answer = caller.hear()[0].stored
+            caller.send(word, data)
+    caller.send(finish(1, 3))
+    answer = caller.receive()[0].stored
     assert list(answer.outcomes) == [PutOutcome.stored, PutOutcome.stored, PutOutcome.exists]
     assert len(answer.reasons) == 3
     cpu = server.node.store.tiers.cpu_tier
@@ -354,8 +354,8 @@ def test_a_bad_put_is_refused_leaves_nothing_and_ends_its_stream_alone(
         with closing(StreamCaller(terms)) as writer:
             begin(writer, terms)
             for word, data in change(parts_of(frame_of(key_of(terms, seed), SMALL))):
-                writer.say(word, data)
-            writer.say(finish(1, frames))
+                writer.send(word, data)
+            writer.send(finish(1, frames))
             assert writer.is_refused(message)
             writer.wire.hang_up()
         there += what == "fewer frames than it says"
@@ -372,7 +372,7 @@ def test_what_is_no_part_of_a_put_ends_it(server: LocalServer, terms: Terms) -> 
     ):
         with closing(StreamCaller(terms)) as writer:
             begin(writer, terms)
-            writer.say(word)
+            writer.send(word)
             assert writer.is_refused(message)
             writer.wire.hang_up()
         assert leaves(server, 0)
@@ -382,13 +382,13 @@ def test_a_put_that_may_not_begin_is_refused_and_the_stream_goes_on(
     server: LocalServer, caller: StreamCaller, terms: Terms
 ) -> None:
     hints = pb.Hints(reuse=7)  # type: ignore[arg-type]
-    caller.say(put_of(terms, session_id=1))
+    caller.send(put_of(terms, session_id=1))
     assert caller.is_refused("UnauthenticatedError")
-    caller.say(put_of(terms, hints=hints))
+    caller.send(put_of(terms, hints=hints))
     assert caller.is_refused("hints.reuse")
     begin(caller, terms)
-    caller.say(finish(1, 0))
-    assert caller.hear() == (stored(1, b""), b"")
+    caller.send(finish(1, 0))
+    assert caller.receive() == (stored(1, b""), b"")
     server.node.store.writes.is_draining = True
     begin(caller, terms, 1)
     assert caller.is_refused("ShuttingDownError")
@@ -424,7 +424,7 @@ def test_a_writer_that_goes_on_after_it_was_refused_is_cut_off(
     begin(caller, terms)
     wrong, payload = part(1, 1 << 30, 5), bytes(bulk.MAX_PAYLOAD_BYTES)
     with pytest.raises(KVStoreError):
-        list(map(caller.say, [wrong] * 10_000, [payload] * 10_000))
+        list(map(caller.send, [wrong] * 10_000, [payload] * 10_000))
     assert leaves(server, 0)
 
 
@@ -434,7 +434,7 @@ def test_the_end_of_a_session_ends_its_put_and_is_said(
     begin(caller, terms, 1)
     assert eventually(lambda: server.usage().pending_puts == 1)
     server.node.sessions.close(terms.session_id)
-    caller.say(*parts_of(frame_of(key_of(terms), SMALL))[1])
+    caller.send(*parts_of(frame_of(key_of(terms), SMALL))[1])
     assert caller.is_refused("LeaseExpiredError")
     caller.wire.hang_up()
     assert leaves(server, 0)

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from contracts.bad_puts import changed
 from helpers.credentials import Authority, KeyRing
-from helpers.fake_peer import FakePeer, Lie, Message, asking, is_found, is_part, other, refusal
+from helpers.fake_peer import FakePeer, Lie, Message, connected, is_found, is_part, other, refusal
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, assert_reads, chunks_of, frame_of, keys_of, outcomes, store
 from helpers.redis_process import RedisProcess
@@ -411,7 +411,7 @@ FRAME = frame_of(KEY, MEDIUM, CHUNK_TOKENS)
 
 def test_the_faster_of_two_peers_is_read_from_and_the_other_when_it_fails() -> None:
     counters, near = Counters(), FakePeer({KEY: FRAME})
-    with asking(near, FakePeer({KEY: FRAME}), counters=counters) as peers:
+    with connected(near, FakePeer({KEY: FRAME}), counters=counters) as peers:
         peers.step()
         one, other = peers.known()
         other.first_byte_s = 5.0
@@ -428,7 +428,7 @@ def test_the_faster_of_two_peers_is_read_from_and_the_other_when_it_fails() -> N
 def test_a_listed_peer_that_the_directory_names_too_is_asked_for_each_chunk_once() -> None:
     keys = [ChunkKey(bytes(31) + bytes([number])) for number in range(3)]
     address = NodeAddress("n", 1, "", "127.0.0.1:1")
-    with asking(FakePeer({})) as peers:
+    with connected(FakePeer({})) as peers:
         peers.step()
         peers.holders = lambda keys, _: dict.fromkeys(keys, (address,))
         assert list(peers._choose(keys, math.inf).values()) == [keys]
@@ -441,7 +441,7 @@ def test_what_a_peer_deleted_is_offered_no_more_a_moment_later() -> None:
     info = parse_header(FRAME).info()
     fake._infos.update({key: replace(info, key=key) for key in keys})
     with (
-        asking(fake, clock=lambda: now[0]) as peers,
+        connected(fake, clock=lambda: now[0]) as peers,
         closing(PeerTier(peers, Counters(), lambda: now[0])) as tier,
     ):
         peers.step()
@@ -469,7 +469,7 @@ def test_what_a_peer_deleted_is_offered_no_more_a_moment_later() -> None:
 def test_who_has_no_time_to_wait_holds_nothing_against_a_peer() -> None:
     counters, fake = Counters(), FakePeer({KEY: FRAME})
     hasty = Limits(peer_timeout_ms=20_000, breaker_failures=1)
-    with asking(fake, counters=counters, limits=hasty) as peers:
+    with connected(fake, counters=counters, limits=hasty) as peers:
         peers.step()
         fake.lie = lambda message: []
         assert peers.find([KEY], time.monotonic() + 0.01) == {}
@@ -504,7 +504,7 @@ def liar() -> FakePeer:
 
 @pytest.fixture
 def peers(liar: FakePeer) -> Iterator[Peers]:
-    with asking(liar, limits=Limits(peer_timeout_ms=600_000, breaker_failures=1)) as peers:
+    with connected(liar, limits=Limits(peer_timeout_ms=600_000, breaker_failures=1)) as peers:
         yield peers
 
 
@@ -564,7 +564,7 @@ def test_a_silent_peer_takes_no_time_from_others_that_have_to_be_connected_too()
     limits = Limits(peer_timeout_ms=450, breaker_failures=1)
     with (
         socket.create_server(("127.0.0.1", 0)) as listener,
-        asking(*fakes, counters=counters, limits=limits) as peers,
+        connected(*fakes, counters=counters, limits=limits) as peers,
     ):
         where = f"tcp://127.0.0.1:{listener.getsockname()[1]}"
         for peer, fake in zip(peers.known(), fakes, strict=True):
@@ -585,7 +585,7 @@ def test_a_peer_for_which_no_time_is_left_is_not_blamed() -> None:
 
     limits = Limits(peer_timeout_ms=200, breaker_failures=1)
     fakes = [FakePeer({}) for _ in range(3)]
-    with asking(*fakes, counters=counters, clock=ticks, limits=limits) as peers:
+    with connected(*fakes, counters=counters, clock=ticks, limits=limits) as peers:
         for peer, fake in zip(peers.known(), fakes, strict=True):
             peer.open_session(fake.dial("", "", 1.0))
         assert peers.find([ChunkKey(bytes(32))]) == {}
