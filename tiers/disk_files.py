@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import os
 import re
+import resource
 import stat
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack, suppress
@@ -36,7 +37,9 @@ from kvstore.tiers.disk_io import (
 FOLDER_RETRY_S = 5.0
 """How long puts avoid one of several folders after a failure."""
 
-_FILE_NAME = re.compile(r"(\d{4,})\.kv")
+MAX_FILES = 10**9
+"""Numbers of data files are below; others are not ours."""
+_FILE_NAME = re.compile(r"([0-9]{4,9})\.kv")
 _NO_SPACE = {errno.ENOSPC, errno.EFBIG, errno.EDQUOT}
 _NO_DESCRIPTORS = {errno.EMFILE, errno.ENFILE}
 _GONE = "it is gone: look the chunk up again"
@@ -59,7 +62,7 @@ class DirectoryId(NamedTuple):
     @classmethod
     def read(cls, path: Path) -> DirectoryId | None:
         """Return the identity stored in the folder *path*; None if there is none."""
-        words = read_signed_line(path / "DISK", "disk-set")
+        words = read_signed_line(path / "DISK", "disk-set", "[0-9a-f]+ [0-9]{1,9} [0-9]{1,9}")
         return None if words is None else cls(words[0], int(words[1]), int(words[2]))
 
 
@@ -149,7 +152,7 @@ class DiskDirectory:
             fix = f"chmod 700 {self.path}"
             logger.warning("other users can access the disk tier's folder", fix=fix)
         self._lock_fd = take_lock(self.path)
-        words = read_signed_line(self.path / "FORMAT", TIER)
+        words = read_signed_line(self.path / "FORMAT", TIER, "[1-9][0-9]{3,17}")
         if words is not None:
             self.file_bytes = int(words[0])
         elif (self.path / "extents").exists() or (self.path / "index").exists():
@@ -183,6 +186,8 @@ class DiskDirectory:
             fix = "give the tier less capacity, or a larger disk"
             raise TierUnavailableError(TIER, f"{reason}: {fix}")
         full, rest = divmod(left, self.file_bytes)
+        if len(self.files) + full >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # all are open at once
         self.wanted = [self.file_bytes] * full + [rest] * (rest > 0)
 
     @property

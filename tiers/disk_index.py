@@ -25,7 +25,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.messages import pack_info, unpack_info
 from kvstore.proto.types import ChunkInfo, ChunkKey
-from kvstore.tiers.disk_files import DataFile, DataFiles
+from kvstore.tiers.disk_files import MAX_FILES, DataFile, DataFiles
 from kvstore.tiers.disk_io import BLOCK_BYTES, TIER, allocate_file, read_lmdb, sync_folder
 
 DEFAULT_INDEX_BYTES = 256 << 20
@@ -47,6 +47,8 @@ _PLACE = struct.Struct("<B3xIQQ")
 _CHECKSUM = struct.Struct("<Q")
 _OWNER_KEY = struct.Struct(">6sI")
 _OWNER_TAG = b"extent"
+_MAX_SEQUENCE = 1 << 63
+"""Rows have smaller numbers: others are not ours, and those that follow would not fit a row."""
 
 logger = structlog.get_logger(__name__)
 
@@ -74,6 +76,8 @@ def unpack_row(key: bytes, value: bytes) -> IndexRow:
     """Parse and check an LMDB value. Raises InvalidFrameError."""
     body = _checked_body(key, value, _PLACE.size)
     _, file, offset, sequence = _PLACE.unpack_from(body)
+    if sequence >= _MAX_SEQUENCE:
+        raise InvalidFrameError("row", sequence, "no row has this sequence number")
     try:
         info = unpack_info(body[_PLACE.size :])
     except LayoutMismatchError as error:
@@ -98,7 +102,10 @@ def unpack_owner(key: bytes, value: bytes) -> tuple[int, str]:
     """Parse and check an owner row. Raises InvalidFrameError."""
     body = _checked_body(key, value, 1)
     try:
-        return _OWNER_KEY.unpack(key)[1], body[1:].decode()
+        number = _OWNER_KEY.unpack(key)[1]
+        if number >= MAX_FILES:
+            raise InvalidFrameError("row", number, "no data file has this number")
+        return number, body[1:].decode()
     except UnicodeDecodeError as error:
         raise InvalidFrameError("row", key.hex(), str(error)) from None
 

@@ -6,6 +6,7 @@ import errno
 import fcntl
 import mmap
 import os
+import re
 import signal
 import struct
 import sys
@@ -255,9 +256,9 @@ def signed_line(words: str) -> bytes:
     return f"{words} {checksum(words.encode()):016x}\n".encode()
 
 
-def read_signed_line(file: Path, kind: str) -> list[str] | None:
-    """Return the words after ``kvstore KIND 1`` in *file*; None if there is no file. Raises
-    TierUnavailableError when it is damaged or of another kind or version.
+def read_signed_line(file: Path, kind: str, pattern: str) -> list[str] | None:
+    """Return the words after ``kvstore KIND 1`` in *file*, which match *pattern*; None if there is
+    no file. Raises TierUnavailableError when it is damaged or of another kind or version.
     """
     try:
         with file.open("rb") as stream:
@@ -272,6 +273,8 @@ def read_signed_line(file: Path, kind: str) -> list[str] | None:
         raise refused(file.parent, reason)
     if line != signed_line(" ".join(words[:-1])):
         raise refused(file.parent, f"has a damaged {file.name}")
+    if not re.fullmatch(pattern, " ".join(words[3:-1])):
+        raise refused(file.parent, f"has a {file.name} that no disk tier wrote")
     return words[3:-1]
 
 

@@ -17,8 +17,7 @@ from pathlib import Path
 
 import structlog
 
-from bench.cluster.costs import LOOKUP_CHUNKS, Costs, measure
-from bench.cluster.nodes import add_nodes
+from bench.cluster.costs import LOOKUP_CHUNKS, Costs, add_nodes, measure
 from bench.cluster.simulation import (
     AFFINITY,
     ROUTINGS,

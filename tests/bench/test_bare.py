@@ -1,4 +1,4 @@
-"""The bare loops: what they move is there afterwards, and their other processes end with them."""
+"""The bare loops transfer all bytes, and their child processes end with them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from bench.lib.bare import CHUNK_BYTES, PART_BYTES, Transfer, bare_read, raw_str
 Way = Callable[[int], AbstractContextManager[Transfer]]
 
 
-def test_reads_fill_every_step_with_what_the_file_has(tmp_path: Path) -> None:
+def test_reads_fill_every_step_with_the_bytes_of_the_file(tmp_path: Path) -> None:
     data = np.random.default_rng(1).integers(0, 256, 3 * PART_BYTES + 100, dtype=np.uint8)
     (tmp_path / "file").write_bytes(data.tobytes())
     descriptor = os.open(tmp_path / "file", os.O_RDONLY)
@@ -36,7 +36,7 @@ def test_reads_fill_every_step_with_what_the_file_has(tmp_path: Path) -> None:
     [raw_zmq, raw_stream, partial(raw_stream, summed=True)],
     ids=["zmq", "tcp", "tcp summed"],
 )
-def test_a_bare_transfer_ends_when_all_has_come_and_can_be_repeated(way: Way) -> None:
+def test_a_bare_transfer_ends_with_the_last_byte_and_can_be_repeated(way: Way) -> None:
     before, size = len(psutil.Process().children()), CHUNK_BYTES + PART_BYTES + 1
     with way(size) as bring:
         assert [bring() for _ in range(2)] == [size] * 2

@@ -1,4 +1,4 @@
-"""bench.blend: its intervals on cases done by hand, its slow link, and a tiny run."""
+"""bench.blend: intervals of known cases, the slow link, and a tiny run."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ TINY = blend.Sizes(
 
 
 def test_an_interval_is_that_of_pairs() -> None:
-    """What all cases share does not widen it."""
+    """A part common to all cases does not widen it."""
     base = np.arange(50.0)
     assert difference(base + 2, base) == pytest.approx((2.0, 2.0, 2.0))
     assert quotient(3 * base, base) == pytest.approx((3.0, 3.0, 3.0))
@@ -48,7 +48,7 @@ def test_an_interval_is_that_of_pairs() -> None:
     assert -0.5 < low < high < 0.5
 
 
-def test_a_slow_link_takes_its_time_and_leaves_out_what_is_not_needed() -> None:
+def test_a_slow_link_takes_its_time_and_skips_unneeded_rows() -> None:
     tokens = 64
     plan = BlendPlan(
         tuple(range(tokens + 1)),
@@ -76,7 +76,7 @@ def test_a_tiny_run_prints_every_key(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_models_folder_adds_its_keys_and_a_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("bench.blend.cases.RATIOS", (0.3,))  # what they say is not what is tested
+    monkeypatch.setattr("bench.blend.cases.RATIOS", (0.3,))  # the values are not tested
     report = Report("blend")
     lines = measure_model(report, TINYLM, ModelSizes(contexts=1, texts=1, bare=1))
     assert sorted(report.values) == sorted(MODEL_KEYS)

@@ -31,7 +31,7 @@ COSTS = Costs(1e-3, 1e-5, 1e-6, 2e-6, 100, 2e-4, 1e-9, 2e-9, 1e9, 1e9)
 
 
 def conversations(count: int, seed: int = 5) -> Iterator[list[int]]:
-    """Yield prompts of users whose chains grow, all behind block 1."""
+    """Yield prompts of users whose chains grow, all after block 1."""
     random, users, fresh = Random(seed), [[1] for _ in range(24)], iter(range(2, 1 << 30))
     for _ in range(count):
         user = random.randrange(len(users))
@@ -107,7 +107,7 @@ def test_a_failed_node_gets_no_prompts_and_comes_back_empty() -> None:
     assert cluster.entries() == sum(map(len, cluster._holders.values()))
 
 
-def test_of_a_chain_in_redis_all_behind_a_lost_master_s_first_block_is_lost() -> None:
+def test_a_lost_master_cuts_a_chain_in_redis_at_its_first_block() -> None:
     chain, cluster = list(range(30)), Cluster(ClusterTerms(2, 40, 600))
     cluster.request(chain)
     cluster.fail_node(cluster.routed.index(1))
@@ -118,7 +118,7 @@ def test_of_a_chain_in_redis_all_behind_a_lost_master_s_first_block_is_lost() ->
     assert cluster.counts.redis == reached.index(False) < 10
 
 
-def test_what_a_failure_costs_is_against_a_cluster_without_it() -> None:
+def test_a_failure_is_compared_with_a_cluster_without_it() -> None:
     found = setbacks(list(conversations(3000)), ClusterTerms(4, 150, 600))
     assert set(found) == set(FAILURES)
     for setback in found.values():

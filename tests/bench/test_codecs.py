@@ -1,4 +1,4 @@
-"""bench.codecs without its baselines: its arithmetic on cases done by hand, and a tiny run."""
+"""bench.codecs without its baselines: arithmetic on known cases, and a tiny run."""
 
 from __future__ import annotations
 
@@ -8,7 +8,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from bench.codecs import __main__ as codecs
-from bench.codecs.__main__ import AGAINST, Rates, report_bars, report_importance, report_real
+from bench.codecs.__main__ import (
+    AGAINST,
+    Rates,
+    in_rounds,
+    report_bars,
+    report_importance,
+    report_real,
+)
 from bench.codecs.baselines import Baselines, LMCacheCodecs, Speed, TensorFile, kivi
 from bench.codecs.kv import (
     ROPE,
@@ -23,14 +30,13 @@ from bench.codecs.kv import (
 )
 from bench.codecs.model import PrefixModel
 from bench.codecs.ours import Chunks, Coder
-from bench.codecs.speeds import in_rounds
 from bench.lib.processes import line_process
 from bench.lib.report import Report
 from bench.lib.traces import held_out
 
 TINY = synthetic()[:, :2, :, :64, :2]
 LINE = [(2.0, 1e-2), (4.0, 1e-4)]
-"""A curve that loses a bit a decade."""
+"""A curve of one bit for each decade of error."""
 
 
 def test_between_points_bits_follow_the_logarithm_of_the_error() -> None:
@@ -118,7 +124,7 @@ def test_keys_of_models_are_the_worst_of_their_ratios() -> None:
     assert set(report.skipped) == {"importance_kl_ratio_real_model"}
 
 
-def test_a_key_that_cannot_be_had_says_why() -> None:
+def test_a_skipped_key_has_a_reason() -> None:
     for points, without, reason in [
         ([Point("kvq:1", "", 2.0, 1e-2)], "pip: no route", "pip: no route"),
         (
@@ -146,7 +152,7 @@ def model() -> PrefixModel:
     return PrefixModel(LENGTHS)
 
 
-def test_the_prefix_as_it_was_changes_nothing_and_more_bits_bring_it_nearer(
+def test_the_exact_prefix_changes_nothing_and_more_bits_lower_the_divergence(
     model: PrefixModel,
 ) -> None:
     assert model.score(model.bits) == 0.0
@@ -163,7 +169,7 @@ def test_the_texts_that_fit_tables_are_not_those_that_are_scored(model: PrefixMo
 
 
 @pytest.mark.parametrize("speeds_only", [True, False])
-def test_a_run_without_baselines_has_every_key_or_says_why_not(
+def test_a_run_without_baselines_has_every_key_or_a_reason(
     speeds_only: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     families = {"raw": "exact", "lossless": "exact", "kvq:3": "kvq", "kvq:0": "kvq"}

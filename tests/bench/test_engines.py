@@ -1,4 +1,4 @@
-"""The benchmark of engines where there is no vLLM to run: its prompts, and how it compares."""
+"""The benchmarks of engines without a vLLM: prompts, ratios and summaries."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_a_ratio_is_that_of_rounds_and_not_of_times() -> None:
 
 
 @pytest.mark.parametrize("cached", [127, 257])
-def test_a_hit_that_did_not_come_counts_nowhere(cached: int) -> None:
+def test_a_failed_hit_counts_nowhere(cached: int) -> None:
     made, report = samples([1.0] * 9, [2.0] * 9, cached), Report("engines")
     made.add(report, "miss_overhead", AGAIN, PLAIN)
     assert made.lost == {OURS: 9}
@@ -55,7 +55,7 @@ def test_an_overhead_is_what_is_above_one_and_so_is_its_interval() -> None:
     assert [row[1] for row in report.rows[:2]] == ["0.100", "0.100 to 0.100"]
 
 
-def test_what_a_median_might_have_been_is_as_wide_as_its_rounds_are_apart() -> None:
+def test_the_interval_of_a_median_grows_with_the_spread_of_its_rounds() -> None:
     assert median_of([1.0] * 9) == (1.0, 1.0, 1.0)
     near, far = (
         median_of([1.0 + step * (number - 20) for number in range(41)]) for step in (0.001, 0.01)
@@ -125,7 +125,7 @@ def planned(words: str) -> argparse.Namespace:
     return parser.parse_args(words.split(), argparse.Namespace(json=True))
 
 
-def test_flags_say_the_lengths_and_the_engines_in_their_order() -> None:
+def test_flags_give_the_lengths_and_the_engines_in_order() -> None:
     plan = planned("--lengths 2048,1024 --tiers cpu,disk")
     assert plan.lengths == (1024, 2048)
     names = [name for name, _, _ in engines.engines_of(plan)]
@@ -139,7 +139,7 @@ def test_a_model_is_written_with_an_index_of_its_files(tmp_path: Path) -> None:
     assert index["metadata"]["total_size"] == total > 2 * 2 * engines.VOCABULARY * 512
 
 
-def test_what_there_is_no_time_for_is_not_started(
+def test_an_engine_beyond_the_budget_is_not_started(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
     started, seconds = [], count(0, 200)
@@ -173,7 +173,7 @@ def test_values_are_those_of_the_greatest_length(results: dict[str, Any]) -> Non
     assert any("hit share 1.00; 0.50 stored at once" in row[2] for row in report.rows)
 
 
-def test_a_hit_that_is_not_whole_is_no_value(results: dict[str, Any]) -> None:
+def test_a_partial_hit_is_no_value(results: dict[str, Any]) -> None:
     results[GPU_OURS]["prompts"][1]["cached"][2] = 15360
     report = summed(results)
     assert report.skipped == dict.fromkeys(KEYS[1:3], "kvstore cpu: hit share 0.47 at 32768 tokens")

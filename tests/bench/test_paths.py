@@ -1,6 +1,6 @@
-"""bench.paths: what it counts, and that the server's modules import each other in no circle.
+"""bench.paths: its counts and the server's import cycles.
 
-Also what every command of the benchmarks says where there is nothing to measure.
+Also the output of every benchmark without anything to measure.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("name", COMMANDS)
-def test_a_command_says_what_it_measures_and_has_json(
+def test_a_command_describes_itself_and_has_json(
     name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     module = import_module(f"bench.{name}")
@@ -91,7 +91,7 @@ def test_without_a_cuda_device_nothing_is_measured_and_nothing_fails(part: str) 
         (["--only", "hang"], HANG_KEYS),
     ],
 )
-def test_without_the_environment_of_engines_every_key_says_how_to_make_it(
+def test_without_the_environment_of_engines_every_key_names_the_make_target(
     words: list[str],
     keys: list[str],
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""The peers' benchmark without the peers: what is read of their reports, and how one is skipped."""
+"""The peers' benchmark without the peers: parsed reports, and skipped peers."""
 
 from __future__ import annotations
 
@@ -89,7 +89,7 @@ def test_a_report_of_another_form_skips_the_peer_with_its_last_line() -> None:
                 parse(text)
 
 
-def test_a_client_answers_past_what_else_it_prints_and_is_ended_though_it_resists(
+def test_other_output_of_a_client_is_skipped_and_it_is_killed_if_it_ignores_sigterm(
     tmp_path: Path,
 ) -> None:
     code = (
@@ -104,7 +104,7 @@ def test_a_client_answers_past_what_else_it_prints_and_is_ended_though_it_resist
     assert not psutil.pid_exists(program.process.pid)
 
 
-def test_our_side_stores_and_loads_what_it_was_given() -> None:
+def test_our_side_stores_and_loads_its_frames() -> None:
     frames = make_frames(2, 1)
     side = TierSide(CpuTier(16 << 20, 8 << 20), frames)
     ours = Side("ours")
@@ -114,7 +114,7 @@ def test_our_side_stores_and_loads_what_it_was_given() -> None:
     assert min(ours.store_s + ours.load_s) > 0
 
 
-def test_what_a_peer_needs_is_pinned_exactly() -> None:
+def test_the_packages_of_a_peer_are_pinned_exactly() -> None:
     names = {path.name for path in PINS.glob("*.txt")}
     assert names == {f"{name}.txt" for name in PEERS}
     for name in names:

@@ -1,4 +1,4 @@
-"""bench.policy, with little of everything; the bars of hybrid models; two tiers of blocks."""
+"""bench.policy with small sizes; the bars of hybrid models; two tiers of blocks."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def test_no_point_is_a_quarter_below_its_bar_and_the_mean_is_two_and_a_half_abov
 
 
 @pytest.mark.slow
-def test_the_prior_that_is_shipped_is_the_one_that_is_learnt() -> None:
+def test_the_shipped_prior_is_the_learned_one() -> None:
     assert np.array_equal(learn_prior(), read_prior())
 
 
@@ -97,7 +97,7 @@ def test_each_rule_writes_at_its_moment_and_a_clean_copy_is_free(
 
 
 def splitmix64(state: int) -> int:
-    """Steele, Lea and Flood's, in whole numbers."""
+    """Steele, Lea and Flood's, in Python integers."""
     mask = (1 << 64) - 1
     z = (state + 0x9E3779B97F4A7C15) & mask
     z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & mask

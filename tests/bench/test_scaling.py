@@ -1,4 +1,4 @@
-"""bench.scaling, with little of everything."""
+"""bench.scaling with small sizes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_it_prints_its_keys_and_draws_its_plot(
     assert result["bench"] == "scaling"
     assert {"lookup_1e6_vs_1e3", "metadata_mb_1e6", "evict_us"} < set(result["values"])
     values = result["values"]
-    # So few chunks weigh less than what earlier tests give back meanwhile.
+    # So few chunks take less memory than earlier tests release meanwhile.
     assert all(value > 0 for name, value in values.items() if "metadata" not in name)
     assert any("gpu,cpu,disk,redis" in row for row in table)
     drawing = ElementTree.parse(tmp_path / "plot.svg").getroot()

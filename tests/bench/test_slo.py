@@ -1,4 +1,4 @@
-"""bench.slo: the client's get with a deadline over links that change, and what is reported."""
+"""bench.slo: the client's get with a deadline over changing links, and the report."""
 
 from __future__ import annotations
 
@@ -32,8 +32,8 @@ def steady(gbps: float) -> Trace:
     return Trace([(1.0, gbps * GBPS)])
 
 
-def asked(seed: int, *, loads_first: bool, exact: bool) -> list[Request]:
-    """Five prompts of up to 24 chunks, of engines of any speed."""
+def random_requests(seed: int, *, loads_first: bool, exact: bool) -> list[Request]:
+    """Return five prompts of up to 24 chunks for engines of random speed."""
     draw = random.Random(seed)
     engine = PrefillModel(draw.uniform(0, 0.005), 10 ** draw.uniform(-4.5, -2.5))
     found = []
@@ -57,10 +57,10 @@ def test_no_request_is_later_than_without_a_store_by_more_than_a_decision_costs(
         draw = random.Random(seed)
         steps = [(draw.uniform(0.02, 1), 10 ** draw.uniform(-2, 1) * GBPS) for _ in range(64)]
         trace, replay = Trace(steps), controlled()
-        for request in asked(seed, loads_first=loads_first, exact=exact):
+        for request in random_requests(seed, loads_first=loads_first, exact=exact):
             found = replay(request, trace)
             alone_s = request.terms.compute_s(request.chunks)
-            # And what is decoded last, and a start for each go of the engine.
+            # Plus the last decode, and a start of each engine run.
             chunk_s = request.chunks[0].raw_bytes / request.terms.decode_bytes_per_s
             assert request.terms.prefill is not None
             more_s = 2 * chunk_s + 5 * request.terms.prefill.start_s
@@ -70,7 +70,7 @@ def test_no_request_is_later_than_without_a_store_by_more_than_a_decision_costs(
 
 def test_a_fast_link_brings_every_chunk_at_its_finest_level() -> None:
     replay, (first, *others) = controlled(), requests(LEVELS, 1, 5, exact=False)
-    replay(first, steady(100))  # before it nothing is known of the link
+    replay(first, steady(100))  # before it the link is unmeasured
     for request in others:
         found = replay(request, steady(100))
         assert set(found.levels) == {TOP}
@@ -103,7 +103,7 @@ def test_an_engine_beside_a_link_that_stops_began_early_enough_to_be_in_time() -
     (one, *_) = requests(LEVELS, 1, 1, exact=False)
     request = Request(0.0, one.chunks[:1] * 55, replace(one.terms, deadline_s=1.0))
     stops, replay = Trace([(0.25, 6 * GBPS), (0.9, 0.1 * GBPS), (5, 6 * GBPS)]), controlled()
-    replay(request, steady(6))  # before it nothing is known of the link
+    replay(request, steady(6))  # before it the link is unmeasured
     assert replay(request, stops).ttft_s < 1.0 < recompute(request, stops).ttft_s
 
 
@@ -119,7 +119,7 @@ def test_over_a_slow_link_the_engine_computes_the_first_chunks_and_the_link_brin
 
 
 @pytest.mark.parametrize("gbps", [1, 3, 10])
-def test_what_waits_for_a_slow_decoder_keeps_more_from_being_loaded(gbps: float) -> None:
+def test_the_queue_of_a_slow_decoder_limits_loads(gbps: float) -> None:
     replay = controlled()
     for one in requests(LEVELS, 1, 20, exact=False):
         terms = replace(one.terms, decode_bytes_per_s=0.25e9)

@@ -1,4 +1,4 @@
-"""Caches of recurrent states: the tree, who goes first, what is remembered; a replay."""
+"""Caches of recurrent states: the tree, eviction, ghosts; a replay."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def edge(node: Node) -> list[int]:
 
 
 def recounted_bytes(tree: CheckpointTree) -> int:
-    """Return what ``size_bytes`` has to be: states, and KV of edges above any of them."""
+    """Return the expected ``size_bytes``: states, and KV of edges above them."""
     model, kept = tree.model, {one for node in nodes(tree) if node.held for one in node.path_up()}
     tokens = sum(len(edge(node)) for node in kept)
     states = sum(node.held for node in nodes(tree))
@@ -55,7 +55,7 @@ def prefixes(sequence: Prefix) -> set[Prefix]:
 
 
 class TreeMachine(RuleBasedStateMachine):
-    """The tree beside a set of known positions and a set of those with states."""
+    """The tree against a set of known positions and a set of those with states."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -143,8 +143,8 @@ def words(text: str) -> Tokens:
     return np.frombuffer(text.encode(), np.uint8).astype(np.int32)
 
 
-def test_a_cold_cache_learns_which_class_is_asked_for_again() -> None:
-    """Conversations whose second turn comes, among documents that nobody asks for twice."""
+def test_a_cold_cache_learns_which_class_is_requested_again() -> None:
+    """Conversations with a second turn, among documents requested once."""
     capacity = 99 * STATE + 1000 * KV
     cache = StateCache(SMALL, capacity, GhostLimits(1000, 10**6), warm=False)
     talks = " ".join(f"{a}{a}>1 {a}{a}1>2 {a}{a}12>3" for a in "abcdefghijklmnopqrstuvwxyz" * 2)
@@ -154,7 +154,7 @@ def test_a_cold_cache_learns_which_class_is_asked_for_again() -> None:
     fresh, continued = (cache.tree.match(words(text)).path[-1] for text in ("QQ1", "RR12"))
     worth = cache.worth([fresh, continued], 160.0)
     assert state_class(fresh) != state_class(continued)
-    assert worth[0] > worth[1]  # first turns are asked for again, third ones are not
+    assert worth[0] > worth[1]  # first turns are requested again, third ones are not
 
 
 def known(tree: CheckpointTree, text: str) -> Node:
@@ -180,14 +180,14 @@ def test_classes_are_turns_of_ends_and_the_children_of_others() -> None:
 PLENTY = 10**15
 
 
-def test_a_document_is_found_by_what_is_remembered_of_requests_that_went() -> None:
-    room = 2 * STATE + 102 * KV
-    asked = [ids(*range(100), 1000 + at, 7) for at in range(3)]
+def test_a_document_is_found_by_the_ghosts_of_evicted_requests() -> None:
+    capacity = 2 * STATE + 102 * KV
+    requested = [ids(*range(100), 1000 + at, 7) for at in range(3)]
     other = ids(*range(5000, 5100), 1)
     found = {}
     for limits in (GhostLimits(99, 10**4), GhostLimits(0, 0)):
-        cache = StateCache(SMALL, room, limits, warm=False)
-        sequences = (asked[0], other, *asked[1:])
+        cache = StateCache(SMALL, capacity, limits, warm=False)
+        sequences = (requested[0], other, *requested[1:])
         found[limits.nodes] = [
             cache.request(one, len(one) - 1, 1e3 * at) for at, one in enumerate(sequences)
         ]
@@ -213,11 +213,11 @@ Request = tuple[list[int], list[int], float]
 
 
 @settings(max_examples=100, deadline=None)
-@given(requests=random_requests, room=st.integers(0, 12))
+@given(requests=random_requests, capacity=st.integers(0, 12))
 def test_sizes_stay_exact_and_below_the_capacity_whatever_comes(
-    requests: list[Request], room: int
+    requests: list[Request], capacity: int
 ) -> None:
-    cache = StateCache(SMALL, room * STATE // 2)
+    cache = StateCache(SMALL, capacity * STATE // 2)
     for prompt, answer, now_s in requests:
         reused = cache.request(ids(*prompt, *answer), len(prompt), now_s)
         assert cache.tree.size_bytes == recounted_bytes(cache.tree) <= cache.capacity_bytes
@@ -253,14 +253,14 @@ def common(one: tuple[int, ...], other: tuple[int, ...]) -> int:
     return same
 
 
-def test_the_sequence_that_was_seen_longest_ago_is_forgotten_first() -> None:
+def test_the_least_recent_sequence_is_forgotten_first() -> None:
     cache = StateCache(SMALL, 0, GhostLimits(2, 1000))
     for at, token in enumerate((1, 2, 1, 3)):
         cache.request(ids(token, token), 2, float(at))
     assert [bool(cache.tree.match(ids(token)).into) for token in (1, 2, 3)] == [True, False, True]
 
 
-def test_what_is_remembered_stays_within_its_limits_and_the_table_knows() -> None:
+def test_ghosts_stay_within_their_limits_and_the_table_is_updated() -> None:
     for limit in [1, 7, 50]:
         cache, rng = StateCache(SMALL, 3 * STATE, GhostLimits(limit, 4 * limit)), random.Random(1)
         for at in range(500):

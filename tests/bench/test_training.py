@@ -1,4 +1,4 @@
-"""The scripts in data/ that fit what is shipped: stories read by hand, and reproducible runs."""
+"""The training scripts in data/: stories read by hand, and reproducible runs."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def _one_thread() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-def test_answers_are_what_a_reader_finds_who_reads_from_the_start() -> None:
+def test_answers_are_those_of_a_reader_from_the_start() -> None:
     again = 0
     for seed in range(20):
         story = make_riddle(random.Random(seed), Shape(chunks=5, again_share=0.3))
@@ -65,7 +65,7 @@ def test_a_training_that_was_stopped_ends_as_one_that_was_not(tmp_path: Path) ->
 
 
 def write_trace(path: Path, seed: int) -> Path:
-    """Prompts of two blocks: ten that come again and again, and as many that come once."""
+    """Write prompts of two blocks: half of them ten repeated ones, half requested once."""
     draw = random.Random(seed)
     lines = []
     for number in range(600):
@@ -94,7 +94,7 @@ def test_the_same_trace_gives_the_same_weights_and_other_traces_others(tmp_path:
     assert often > once + 1.0
 
 
-def test_stumps_find_the_feature_that_the_answer_hangs_on_and_tell_infinity_from_others() -> None:
+def test_stumps_find_the_decisive_feature_and_separate_infinity_from_other_values() -> None:
     draw = np.random.default_rng(1)
     features = draw.random((4000, len(FEATURES)))
     labels = (features[:, 3] > 0.4).astype(np.float64)

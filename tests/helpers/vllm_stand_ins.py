@@ -125,10 +125,11 @@ def engine_config(model: Path | str, **changes: Any) -> Any:
         "model_config": SimpleNamespace(
             model=str(model), tokenizer=str(model), tokenizer_revision=None, dtype=torch.float32,
             quantization=None, quantization_config=None, multimodal_config=None,
-            hf_config=hf, hf_text_config=hf, is_encoder_decoder=False,
+            hf_config=hf, hf_text_config=hf, is_encoder_decoder=False, pooler_config=None,
+            is_prefix_caching_supported=True,
             get_total_num_hidden_layers=lambda: 3, get_total_num_kv_heads=lambda: 2,
         ),
-        "cache_config": SimpleNamespace(cache_dtype="auto"),
+        "cache_config": SimpleNamespace(cache_dtype="auto", enable_prefix_caching=True),
         "parallel_config": SimpleNamespace(
             tensor_parallel_size=1, pipeline_parallel_size=1, decode_context_parallel_size=1,
             prefill_context_parallel_size=1,

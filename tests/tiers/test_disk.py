@@ -32,6 +32,7 @@ from kvstore.proto.frame import check_frame
 from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
+from kvstore.tiers.disk_io import signed_line
 
 
 def flip(path: Path, needle: bytes, at: int) -> int:
@@ -170,6 +171,8 @@ def test_folder_keeps_the_extent_size_it_was_made_with(tmp_path: Path) -> None:
         (b"kvstore disk 2 whatever comes\n", "format version 2, this server supports 1"),
         (b"kvstore disk 1 8388608 0123456789abcdef\n", "damaged FORMAT"),
         (b"kvstore disk 1\n", "damaged FORMAT"),
+        (signed_line("kvstore disk 1 many"), "no disk tier wrote"),
+        (signed_line("kvstore disk 1 0"), "no disk tier wrote"),
         (b"\xff\x00", "no disk tier wrote"),
         (b"", "no disk tier wrote"),
         (None, "no FORMAT beside its extents"),

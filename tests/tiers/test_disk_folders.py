@@ -20,7 +20,7 @@ from kvstore.proto.types import ChunkInfo
 from kvstore.tiers.base import Tier
 from kvstore.tiers.disk import DiskTier
 from kvstore.tiers.disk_files import FOLDER_RETRY_S
-from kvstore.tiers.disk_io import write_durably
+from kvstore.tiers.disk_io import signed_line, write_durably
 
 
 class Clock:
@@ -147,9 +147,21 @@ def test_a_damaged_or_unknown_identity_is_refused(paths: list[Path]) -> None:
         (b"", "no disk tier wrote"),
         (b"kvstore disk-set 2 more to come\n", "version 2, this server supports 1"),
         (b"kvstore disk-set 1 00 1 2 0123456789abcdef\n", "damaged DISK"),
+        (signed_line("kvstore disk-set 1 00 one two"), "no disk tier wrote"),
+        (signed_line("kvstore disk-set 1 00"), "no disk tier wrote"),
     ):
         (paths[1] / "DISK").write_bytes(line)
         refused(paths[:2], f"{paths[1]} .*{why}; nothing was changed")
+
+
+def test_more_files_than_can_be_open_are_refused_before_one_is_made(
+    paths: list[Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("resource.getrlimit", lambda _: (16, 16))
+    with pytest.raises(TierUnavailableError, match="raise the open files limit"):
+        open_over(paths[:1], [16])
+    assert os.listdir(paths[0]) == ["LOCK"]
+    open_over(paths[:1], [8]).close()
 
 
 def test_a_second_folder_that_is_too_small_takes_back_what_the_first_got(paths: list[Path]) -> None:

@@ -24,7 +24,14 @@ from hypothesis import strategies as st
 
 from kvstore.proto.buffers import checksum
 from kvstore.proto.errors import InvalidFrameError, TierUnavailableError
-from kvstore.tiers.disk_index import DiskIndex, IndexRow, PackedRow, pack_row, unpack_row
+from kvstore.tiers.disk_index import (
+    DiskIndex,
+    IndexRow,
+    PackedRow,
+    pack_owner,
+    pack_row,
+    unpack_row,
+)
 from kvstore.tiers.disk_io import free_bytes
 
 INDEX_BYTES = 1 << 20
@@ -43,7 +50,7 @@ def store(path: Path, packed: list[PackedRow]) -> None:
     index.close()
 
 
-@given(st.integers(0, 99), st.integers(0, (1 << 32) - 1), _U64, _U64)
+@given(st.integers(0, 99), st.integers(0, (1 << 32) - 1), _U64, st.integers(0, (1 << 63) - 1))
 def test_row_comes_back_as_it_was(seed: int, extent: int, offset: int, sequence: int) -> None:
     row = IndexRow(make_info(seed, 1 + offset // 2), extent, offset, sequence)
     assert unpack_row(row.info.key, pack_row(row)) == row
@@ -84,6 +91,16 @@ def test_row_of_a_future_version_is_dropped_and_counted(tmp_path: Path) -> None:
         assert index.open(lambda row: True, ExitStack()) == [present]
         assert index.dropped == dropped
         index.close()
+
+
+def test_numbers_that_no_row_can_follow_are_dropped(tmp_path: Path) -> None:
+    last, present = row_of(1, sequence=(1 << 64) - 1), row_of(2)
+    owners = [pack_owner((1 << 32) - 1, "other"), pack_owner(3, "mine")]
+    store(tmp_path, [(row.info.key, pack_row(row)) for row in (last, present)] + owners)
+    index = DiskIndex(tmp_path, INDEX_BYTES)
+    assert index.open(lambda row: True, ExitStack()) == [present]
+    assert (index.dropped, index.owners) == (2, {3: "mine"})
+    index.close()
 
 
 def test_rows_come_back_in_order_of_sealing_and_the_newest_claims_first(tmp_path: Path) -> None:

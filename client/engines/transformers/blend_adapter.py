@@ -26,7 +26,9 @@ from kvstore.client.engines.transformers.identity import (
     MODEL_TYPES,
     WeightsWatch,
     check_adapter,
+    check_causal,
     check_device,
+    departures_of,
 )
 from kvstore.proto.errors import ModelError
 from kvstore.proto.hf_config import rope_parameters
@@ -48,6 +50,7 @@ class TransformersAdapter:
             fix = f"give a causal language model of {', '.join(MODEL_TYPES)}"
             raise ModelError("model", type(model).__name__, fix)
         check_adapter(model, adapter_digest)
+        check_causal(model)
         check_device(model)
         engine: Any = model
         self._model = engine.eval()
@@ -64,6 +67,9 @@ class TransformersAdapter:
         self.rope: Sequence[RopeSpec | None] = (
             _rotation(self._model, self._origin, self.head_dim),
         ) * self.n_layers
+        if departures := departures_of(model):
+            fix = "blending computes transformers' own layers: give a model without it"
+            raise ModelError("model", ", ".join(departures), fix)
         self._turned = (torch.empty(0),) * 3
         self.window: Sequence[int | None] = tuple(
             _window(config, layer.self_attn) for layer in self._layers

@@ -497,6 +497,9 @@ def probe_ids(model: PreTrainedModel) -> Tensor:
     """Return the tokens of a short prompt, (1, PROBE_TOKENS)."""
     vocabulary = int(model.config.get_text_config().vocab_size)
     ids = torch.arange(3, 3 + 7 * PROBE_TOKENS, 7, device=model.device) % vocabulary
+    # In a prompt it is a token like others; the positions of some models do not count it.
+    padding = getattr(model.config.get_text_config(), "pad_token_id", None)
+    ids[1] = padding if isinstance(padding, int) and 0 <= padding < vocabulary else ids[1]
     return ids[None]
 
 

@@ -377,6 +377,8 @@ class TransformersConnector(Connector):
             raise InvalidRequestError("cache_implementation", "static", fix)
         settings.cache_implementation = None
         model, shape, width = self._model, self._shape, max(map(len, prompts))
+        if min(map(len, prompts)) < width:
+            identity.check_padding(model, shape)
         loaded = [self._computed(tokens, call) for tokens in prompts]
         cache = caches.join_rows([one.cache for one in loaded], shape, model.config, model.device)
         if any(one.prefix.lossy_tokens for one in loaded):

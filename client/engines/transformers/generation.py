@@ -67,6 +67,9 @@ def inputs_of(given: Any, mask: Any, device: torch.device) -> tuple[Tensor, Tens
         if other or "input_ids" not in given:
             fix = "give input_ids, and attention_mask if prompts are padded: text alone is stored"
             raise InvalidRequestError("input_ids", ", ".join(other or map(str, given)), fix)
+        kinds = given.get("token_type_ids")
+        if kinds is not None and bool(_whole_numbers("token_type_ids", kinds, device).any()):
+            raise InvalidRequestError("token_type_ids", "not 0", "give one text without types")
         given, mask = given["input_ids"], given.get("attention_mask") if mask is None else mask
     ids = _whole_numbers("input_ids", given, device)
     return ids, None if mask is None else _whole_numbers("attention_mask", mask, device)
@@ -85,7 +88,9 @@ def _whole_numbers(name: str, given: Any, device: torch.device) -> Tensor:
 
 def prompt_of(input_ids: Any, device: torch.device) -> list[int]:
     """Return the tokens of the only prompt of *input_ids*. Raises InvalidRequestError."""
-    ids, _ = inputs_of(input_ids, None, device)
+    ids, mask = inputs_of(input_ids, None, device)
+    if mask is not None and not bool(mask.all()):
+        raise InvalidRequestError("attention_mask", "zeros", "give the prompt without padding")
     if ids.ndim != 2 or ids.shape[0] != 1:
         fix = "give one prompt, (1, tokens), not a batch"
         raise InvalidRequestError("input_ids", tuple(ids.shape), fix)

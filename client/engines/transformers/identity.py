@@ -15,14 +15,20 @@ import torch
 from blake3 import blake3
 from safetensors import SafetensorError, safe_open
 from torch.utils.weak import WeakIdRef
-from transformers import AutoTokenizer, DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoTokenizer,
+    DynamicCache,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.cache_utils import DynamicLayer
 
 from kvstore.client.engines import identity as shared
 from kvstore.client.engines.identity import Departures, Weights
 from kvstore.client.engines.transformers import cache as caches
 from kvstore.client.engines.transformers.cache import CacheReader, CacheShape, Held, TokenShape
-from kvstore.proto.errors import ModelError
+from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.hf_config import OWN_TOKENIZER, head_dim, rope_parameters
 from kvstore.proto.types import MIN_CHUNK_TOKENS, KVLayout, Model
 
@@ -36,6 +42,11 @@ ROUNDINGS = 64
 """Allowed difference between two computations, in rounding errors of the largest value."""
 WATCHED = 8
 """Elements of each tensor that are checked before each prompt."""
+PADDING = 8
+"""Tokens of padding that a model is tried with."""
+_NO_SETTINGS = {*vars(torch.nn.Module()), "_output_capturing_hooks_installed"}
+"""Attributes of modules that say nothing of what they compute."""
+_PLAIN = (bool, int, float, str)
 
 
 def representation_of(
@@ -62,28 +73,38 @@ def representation_of(
     weights = _weights(model, model_revision or "")
     departures = Departures(
         "transformers",
-        shared.computed_in(model.dtype, shape.groups) | _departures(model),
+        shared.computed_in(model.dtype, shape.groups) | departures_of(model),
         adapter_digest=adapter_digest,
         tokenizer=_tokenizer(tokenizer, weights),
     )
     return shared.identity_of(weights, shape.groups, rope, config, departures)
 
 
-def _departures(model: PreTrainedModel) -> dict[str, str]:
+def departures_of(model: PreTrainedModel) -> dict[str, str]:
     """Return departures of the model's code and numbers that no setting states."""
     found, attention = dict[str, str](), str(model.config._attn_implementation)
     if not type(model).__module__.startswith("transformers.models."):
         found["class"] = str(type(model))
     if attention not in KERNELS:
         found["attention"] = attention
-    table: Any = getattr(model.base_model, "rotary_emb", None)
-    if isinstance(getattr(table, "inv_freq", None), torch.Tensor):
-        tables = (table, type(table)(config=model.config))
-        own, named = (one.inv_freq.double().cpu() for one in tables)
-        # A cast rounds them.
-        if own.shape != named.shape or not torch.allclose(own, named, rtol=1e-5, atol=0.0):
-            found["rope"] = str(own.tolist())
+    if any(map(_patches, model.modules())):
+        found["hooks"] = os.urandom(shared.EPOCH_BYTES).hex()
+    tables: Any = [one for one in model.modules() if any("inv_freq" in x for x in one._buffers)]
+    for number, table in enumerate(tables):
+        stated = dict(type(table)(config=table.config).named_buffers())
+        for name, buffer in table.named_buffers():
+            own, named = buffer.double().cpu(), stated[name].double().cpu()
+            # A cast rounds them.
+            if own.shape != named.shape or not torch.allclose(own, named, rtol=1e-5, atol=0.0):
+                found[f"rope {number} {name}"] = str(own.tolist())
     return found
+
+
+def _patches(module: torch.nn.Module) -> list[int]:
+    """Return the numbers of *module*'s hooks, which may change its output; none is reused."""
+    hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
+    # transformers' own only copy outputs.
+    return [key for key, hook in hooks if not hook.__module__.startswith("transformers.")]
 
 
 def check_adapter(model: PreTrainedModel, adapter_digest: str) -> None:
@@ -92,6 +113,13 @@ def check_adapter(model: PreTrainedModel, adapter_digest: str) -> None:
     if carries and adapter_digest == "none":
         fix = "this model has an adapter: give its digest"
         raise ModelError("adapter_digest", adapter_digest, fix)
+
+
+def check_causal(model: PreTrainedModel) -> None:
+    """Raise ModelError if the KV of a model that is not tried depends on later tokens."""
+    modules = model.modules() if model.config.model_type in MODEL_TYPES else ()
+    if any(getattr(one, "is_causal", True) is False for one in (model.config, *modules)):
+        raise ModelError("is_causal", False, "its KV depends on later tokens: use a causal model")
 
 
 def check_device(model: PreTrainedModel) -> None:
@@ -108,6 +136,7 @@ def cache_shape(model: PreTrainedModel) -> CacheShape:
         if getattr(config, name, None):
             fix = "cross-attention layers keep another input's KV, not the prompt's"
             raise ModelError(name, getattr(config, name), fix)
+    check_causal(model)
     check_device(model)
     rope_parameters(config)
     layers = DynamicCache(config=config).layers
@@ -154,6 +183,29 @@ def check_resumable(model: PreTrainedModel, shape: CacheShape, identity: Model) 
     if not found <= bound:
         fix = f"after a stored prefix its error is {found:.2g}, over the {bound:.2g} allowed"
         raise ModelError("model", type(model).__name__, fix)
+
+
+def check_padding(model: PreTrainedModel, shape: CacheShape) -> None:
+    """Raise InvalidRequestError unless *model* computes the same behind padding on the left.
+
+    The positions of some models count it: what a batch computes is at other positions.
+    """
+    if not shape.is_probed:
+        return
+    engine: Any = model
+    ids = caches.probe_ids(model)
+    found = []
+    for count in (0, PADDING):
+        padded, mask = (torch.nn.functional.pad(one, (count, 0)) for one in (ids, ids * 0 + 1))
+        config = GenerationConfig(  # type: ignore[no-untyped-call]
+            max_new_tokens=1, do_sample=False, output_logits=True, return_dict_in_generate=True
+        )
+        found += engine.generate(padded, attention_mask=mask, generation_config=config).logits
+    alone, behind = found
+    bound = math.sqrt(torch.finfo(alone.dtype).eps) * float(alone.abs().max())
+    if not float((behind - alone).abs().max()) <= bound:
+        fix = "this model's positions count padding: give prompts of one length"
+        raise InvalidRequestError("attention_mask", "zeros", fix)
 
 
 def _weights(model: PreTrainedModel, stated: str) -> Weights:
@@ -243,7 +295,13 @@ class WeightsWatch:
         self._now = NO_CHANGE
 
     def current(self) -> WeightsChange:
-        """Check the weights for a change, and return the current ones."""
+        """Check the weights for a change, and return the current ones.
+
+        Raises InvalidRequestError in training, where dropout makes KV random.
+        """
+        if self._model.training:
+            fix = "call model.eval(): dropout makes its KV random"
+            raise InvalidRequestError("model", "in training mode", fix)
         with self._lock:
             before, self._seen = self._seen, self._mark()
             if before != self._seen:
@@ -282,14 +340,32 @@ class WeightsWatch:
                     some = tensor.as_strided((size,), (step,), start)
                     alike.setdefault(tensor.dtype, []).append(some)
             seen = [torch.cat(some).view(torch.uint8).cpu().numpy() for some in alike.values()]
-        return (*marks, *(elements.tobytes() for elements in seen))
+        return (*self._settings(), *marks, *(elements.tobytes() for elements in seen))
 
     def _tensors(self) -> Iterator[torch.Tensor]:
         yield from self._model.parameters()
+        yield from self._model.buffers()
+
+    def _settings(self) -> Iterator[Any]:
+        """Yield what else of the model KV depends on: its settings, numbers and hooks."""
+        config = self._model.config
+        yield shared._facts(config)
+        yield config._attn_implementation in KERNELS or config._attn_implementation
         for module in self._model.modules():
-            for name, buffer in module._buffers.items():
-                if buffer is not None and name not in module._non_persistent_buffers_set:
-                    yield buffer
+            yield module.training
+            yield from _patches(module)
+            for name, value in vars(module).items():
+                if name not in _NO_SETTINGS and (plain := _plain(value)) is not None:
+                    yield name, plain
+
+
+def _plain(value: Any) -> Any:
+    """Return a copy of a number, a name or some, as of the active adapters; else None."""
+    if isinstance(value, _PLAIN):
+        return value
+    items = (*value, *value.values()) if isinstance(value, dict) else value
+    is_plain = isinstance(items, list | tuple) and all(isinstance(one, _PLAIN) for one in items)
+    return tuple(items) if is_plain else None
 
 
 def _version(tensor: torch.Tensor) -> int:

@@ -34,7 +34,12 @@ from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import BYTE_ROWS, NO_ROPE, byte_group
 from kvstore.client.engines.vllm.blocks import BlockWriter, with_heads
 from kvstore.client.engines.vllm.events import EventMaker, KVEvents
-from kvstore.client.engines.vllm.identity import KVCacheShape, model_of, shape_of
+from kvstore.client.engines.vllm.identity import (
+    KVCacheShape,
+    hashes_inputs,
+    model_of,
+    shape_of,
+)
 from kvstore.client.engines.vllm.messages import (
     INCOMPATIBLE,
     FlopsModel,
@@ -341,7 +346,9 @@ def _scheduler(
         settings.first_token_ms,
         getattr(config, "max_concurrent_batches", 1) - 1,
     )
-    scheduler = VllmScheduler(_connector(config, settings, shape, None), shape, role=role)
+    lookups = _connector(config, settings, shape, None)
+    has_hashes = hashes_inputs(config)
+    scheduler = VllmScheduler(lookups, shape, role=role, has_hashes=has_hashes)
     if publishes_events(config):
         maker, chunk_tokens = event_maker(config, cache, shape), scheduler.chunk_tokens
         scheduler.events = KVEvents(maker, chunk_tokens, shape.ranks * shape.stages)

@@ -82,6 +82,16 @@ def _settings(config: Any) -> dict[str, str]:
     return found
 
 
+def hashes_inputs(config: Any) -> bool:
+    """Return whether vLLM names images and other inputs by their content.
+
+    With both of its caches off it numbers them from 0 on, in every process.
+    """
+    inputs = getattr(config.model_config, "multimodal_config", None)
+    is_caching = bool(config.cache_config.enable_prefix_caching)
+    return is_caching or inputs is None or inputs.mm_processor_cache_gb > 0
+
+
 def _tokenizer(model: Any) -> str:
     revision = getattr(model, "tokenizer_revision", None)
     is_weights = revision in (None, getattr(model, "revision", None))
@@ -198,12 +208,20 @@ class KVCacheShape:
         return min(chunk_blocks, (group.window_tokens - 1) // self.block_tokens)
 
 
+def _check_model(model: Any) -> None:
+    if model.is_encoder_decoder:
+        raise ModelError("is_encoder_decoder", True, "cross-attention is not stored")
+    pooler = model.pooler_config
+    if pooler is not None and not model.is_prefix_caching_supported:
+        fix = "it pools what all tokens of a prompt give: vLLM has to compute them"
+        raise ModelError("pooler_config", pooler.seq_pooling_type, fix)
+
+
 def shape_of(config: Any, cache: Any) -> KVCacheShape:
     """Return the shape of the KV of an engine with VllmConfig *config* and KVCacheConfig *cache*.
     Raises ModelError for KV that cannot be stored."""
     model, parallel = config.model_config, config.parallel_config
-    if model.is_encoder_decoder:
-        raise ModelError("is_encoder_decoder", True, "cross-attention is not stored")
+    _check_model(model)
     cache_dtype = config.cache_config.cache_dtype
     if cache_dtype not in _PLAIN_CACHE and cache_dtype not in _FP8_CACHE:
         fix = f"use one of {', '.join((*_PLAIN_CACHE, *_FP8_CACHE))}"

@@ -66,12 +66,16 @@ class CacheIdentity:
 
 
 class RequestHasher:
-    """Computes identities of one engine's requests. For one thread, which may wait for files."""
+    """Computes identities of one engine's requests. For one thread, which may wait for files.
 
-    def __init__(self, *, sglang_names: bool = False) -> None:
+    Without *has_hashes* vLLM numbers images and other inputs instead of hashing them.
+    """
+
+    def __init__(self, *, sglang_names: bool = False, has_hashes: bool = True) -> None:
         self._sglang_names = sglang_names
-        # Each adapter's file marks and digest when first seen.
-        self._adapters: dict[tuple[int, str], tuple[list[tuple[str, int, int]], bytes]] = {}
+        self._has_hashes = has_hashes
+        # Each adapter's path, file marks and digest when first seen, by its id.
+        self._adapters: dict[int, tuple[str, list[tuple[str, int, int]], bytes]] = {}
 
     def identity(self, request: Any, epoch: bytes) -> CacheIdentity:
         """Return the identity of vLLM's *request*. Raises ModelError if it has none.
@@ -91,7 +95,7 @@ class RequestHasher:
             first.append(b"lora:" + self._adapter(lora))
         features = []
         for one in getattr(request, "mm_features", None) or ():
-            if not one.identifier:
+            if not (one.identifier and self._has_hashes):
                 raise ModelError("mm_features", one.identifier, "an input without a hash")
             start = one.mm_position.offset
             features.append((one.identifier.encode(), start, start + one.mm_position.length))
@@ -104,12 +108,15 @@ class RequestHasher:
             raise ModelError("load_inplace", True, "use another lora_int_id")
         files = adapter_files(lora.lora_path)
         marks = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files]
-        named = (lora.lora_int_id, lora.lora_path)
-        if named not in self._adapters:
+        number = lora.lora_int_id
+        if number not in self._adapters:
             if len(self._adapters) >= MAX_ADAPTERS:
-                raise ModelError("lora_int_id", lora.lora_int_id, "too many adapters")
-            self._adapters[named] = (marks, files_digest(files))
-        first_marks, digest = self._adapters[named]
+                raise ModelError("lora_int_id", number, "too many adapters")
+            self._adapters[number] = (lora.lora_path, marks, files_digest(files))
+        first_path, first_marks, digest = self._adapters[number]
+        if lora.lora_path != first_path:
+            # The engine looks for an adapter by its id only, and keeps the first one.
+            raise ModelError("lora_int_id", number, "it was another adapter's: use another one")
         if marks != first_marks:
             # The engine may have the old weights or the new ones.
             raise ModelError("lora_path", lora.lora_path, "its files have changed")

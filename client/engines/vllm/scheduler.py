@@ -84,8 +84,12 @@ class VllmScheduler:
         *,
         role: messages.Role = messages.BOTH,
         refusal: str = "",
+        has_hashes: bool = True,
     ) -> None:
-        """With a *refusal* every request is a miss counted under it, and nothing is looked up."""
+        """With a *refusal* every request is a miss counted under it, and nothing is looked up.
+
+        *has_hashes*: see RequestHasher.
+        """
         options = lookups.client.options
         self._lookups = lookups
         self.chunk_tokens = options.chunk_tokens
@@ -93,7 +97,7 @@ class VllmScheduler:
         self._role = role
         self._clock = time.monotonic
         self._late_s = (options.deadline_ms + role.wait_ms) / 1000 + LATE_S
-        self._hasher = RequestHasher(sglang_names=options.sglang_names)
+        self._hasher = RequestHasher(sglang_names=options.sglang_names, has_hashes=has_hashes)
         self._epoch = b""
         self._tracked: dict[str, RequestTracker] = {}
         self._computing: set[str] = set()

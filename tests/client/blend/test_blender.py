@@ -467,6 +467,10 @@ def test_a_model_and_a_number_of_sinks_that_cannot_be_are_refused_by_name(world:
     with pytest.raises(ModelError, match="give its digest"):
         TransformersAdapter(adapted)
     assert TransformersAdapter(adapted, "blake3:of it").origin.adapter_digest == "blake3:of it"
+    hooked: Any = make_model()
+    hooked.model.layers[0].register_forward_hook(print)
+    with pytest.raises(ModelError, match="model='hooks'"):
+        TransformersAdapter(hooked)
     rounded: Any = make_model(dtype=torch.float32)
     with pytest.raises(ModelError, match="do not cast it"):
         TransformersAdapter(rounded.to(torch.bfloat16))

@@ -259,8 +259,14 @@ def test_what_is_no_prompt_and_no_setting_is_refused_by_name(connect: Connect) -
     for given, words in refused:
         with pytest.raises(InvalidRequestError, match=words):
             connector.generate(**given)
-    with pytest.raises(InvalidRequestError, match="one prompt"):
-        connector.load(random_ids(40).repeat(2, 1))
+    typed = {"input_ids": [[3, 4]], "token_type_ids": [[0, 1]]}
+    for wrong, words in (
+        (random_ids(40).repeat(2, 1), "one prompt"),
+        ({"input_ids": [[3, 4]], "attention_mask": [[0, 1]]}, "without padding"),
+        (typed, "token_type_ids"),
+    ):
+        with pytest.raises(InvalidRequestError, match=words):
+            connector.load(wrong)
 
 
 def test_a_static_cache_and_a_batchs_are_not_saved(connect: Connect, tinylm: Any) -> None:

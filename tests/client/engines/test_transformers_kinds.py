@@ -25,6 +25,8 @@ from helpers.torch_engine import (
 )
 from transformers import AutoModelForCausalLM, DynamicCache, PreTrainedModel
 from transformers.cache_utils import LinearAttentionLayer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 from typing_extensions import override
 
 from kvstore.client import ClientOptions
@@ -243,6 +245,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
         {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 1e4, "factor": 2.0}},
         "length of the whole prompt",
     ),
+    "attention to later tokens": ("LlamaConfig", {"is_causal": False}, "depends on later tokens"),
 }
 
 
@@ -261,6 +264,94 @@ def test_a_model_with_cross_attention_is_refused_by_name(tokenizer: Any) -> None
     model.config.add_cross_attention = True
     with pytest.raises(ModelError, match=r"add_cross_attention.*cross-attention"):
         representation_of(model, tokenizer)
+
+
+def test_positions_that_do_not_count_tokens_equal_to_the_padding_are_refused(
+    connect: Connect,
+) -> None:
+    with pytest.raises(ModelError, match="after a stored prefix"):
+        connect(random_model(transformers.RobertaConfig(**BASE, is_decoder=True)))
+
+
+def test_padding_that_counts_as_positions_is_refused_by_name(connect: Connect) -> None:
+    """What such a batch generates is at other positions than in a prompt alone."""
+    sizes: Any = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": VOCABULARY}
+    model = random_model(transformers.BartConfig(**sizes, decoder_ffn_dim=96))
+    connector = connect(model)
+    prompts = [random_ids(count, VOCABULARY, count)[0] for count in (80, 33)]
+    batch, mask = left_padded(prompts)
+    with pytest.raises(InvalidRequestError, match="positions count padding"):
+        connector.generate(batch, greedy(), attention_mask=mask)
+    assert connector.generate(batch[:, 47:], greedy()).row_hits == (0, 0)
+
+
+def _attend_to_half(model: Any) -> None:
+    own = sdpa_attention_forward
+
+    def half(*given: Any, **named: Any) -> Any:
+        found, weights = own(*given, **named)
+        return found / 2, weights
+
+    transformers.AttentionInterface.register("half", half)
+    transformers.AttentionMaskInterface.register("half", sdpa_mask)
+    model.set_attn_implementation("half")
+
+
+CHANGES: dict[str, Callable[[Any], object]] = {
+    "its rotation": lambda model: model.model.rotary_emb.inv_freq.mul_(0.25),
+    "a hook": lambda model: model.model.layers[1].register_forward_hook(lambda *a: a[2] + 0.5),
+    "its attention": _attend_to_half,
+    "a number": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.7),
+    "its active adapter": lambda model: setattr(model.model.layers[1], "active", ["second"]),
+}
+
+
+@pytest.mark.parametrize("changed", CHANGES)
+def test_what_a_model_computes_with_beside_its_weights_may_change(
+    connect: Connect, changed: str
+) -> None:
+    model = make_model("qwen2, biases")
+    vars(model.model.layers[1])["active"] = ["first"]
+    connector, ids = connect(model), random_ids(100, VOCABULARY)
+    assert stored_tokens(connector, ids) == plain_tokens(model, ids)
+    assert connector.load(ids)[1] == 96
+    CHANGES[changed](model)
+    assert connector.load(ids)[1] == 0
+    assert stored_tokens(connector, ids) == plain_tokens(model, ids)
+    assert connector.load(ids)[1] == 96
+
+
+@pytest.mark.parametrize("changed", ["its rotation", "a hook", "its attention"])
+def test_a_model_with_other_code_or_tables_than_its_settings_say_has_a_name_of_its_own(
+    connect: Connect, changed: str
+) -> None:
+    model = make_model("qwen2, biases")
+    ids = random_ids(100, VOCABULARY)
+    stored_tokens(connect(model), ids)
+    assert connect(model).load(ids)[1] == 96
+    CHANGES[changed](model)
+    assert connect(model).load(ids)[1] == 0
+
+
+def test_tables_of_each_kind_of_layer_are_in_the_name(tokenizer: Any) -> None:
+    """As in a model that was cast, whose tables are rounded."""
+    model = random_model(
+        transformers.Gemma3TextConfig(**BASE, head_dim=16, sliding_window=40), torch.bfloat16
+    )
+    before, cast = representation_of(model, tokenizer), copy.deepcopy(model).to(torch.bfloat16)  # type: ignore[arg-type]
+    assert representation_of(cast, tokenizer) != before
+
+
+def test_a_model_in_training_is_refused_by_name(connect: Connect) -> None:
+    model = make_model("qwen2, biases")
+    connector, ids = connect(model), random_ids(100, VOCABULARY)
+    cache = prefill(model, ids)
+    model.train()
+    for work in (connector.generate, connector.load, lambda ids: connector.save(ids, cache)):
+        with pytest.raises(InvalidRequestError, match="in training mode"):
+            work(ids)
+    model.train(mode=False)
+    assert connector.generate(ids, greedy()).hit_tokens == 0
 
 
 def test_a_model_that_looks_at_its_state_for_one_token_only_is_refused(connect: Connect) -> None:

@@ -7,8 +7,9 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import wraps
 from typing import Any, cast
-from unittest.mock import Mock
+from unittest.mock import Mock, patch
 
 import numpy as np
 import pytest
@@ -55,21 +56,18 @@ def link(server: LocalServer) -> Iterator[SlowLink]:
 @contextmanager
 def watched(model: PreTrainedModel, on_layer: OnLayer) -> Iterator[None]:
     """Have *model*, which takes its time, tell *on_layer* of each layer that it has computed."""
+    inner: Any = model.base_model
+    kind = type(inner.layers[0])
+    own = kind.forward
 
-    def told(number: int) -> Callable[..., None]:
-        def hook(*_: Any) -> None:
-            time.sleep(LAYER_S)
-            on_layer(number)
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        found = own(self, *args, **named)
+        time.sleep(LAYER_S)
+        on_layer(self.self_attn.layer_idx)
+        return found
 
-        return hook
-
-    layers: Any = model.base_model
-    hooks = [one.register_forward_hook(told(n)) for n, one in enumerate(layers.layers)]
-    try:
+    with patch.object(kind, "forward", forward):
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
 
 
 @pytest.fixture
@@ -275,16 +273,17 @@ def slow(model: PreTrainedModel) -> Iterator[list[int]]:
     """Have *model* take CHUNK_S for each chunk; collect how many tokens it computed at a time."""
     computed: list[int] = []
 
-    def wait(_: Any, args: tuple[torch.Tensor, ...], kwargs: dict[str, Any]) -> None:
-        ids = args[0] if args else kwargs["input_ids"]
+    own: Any = type(model.base_model).forward
+
+    @wraps(own)
+    def forward(self: Any, *args: Any, **named: Any) -> Any:
+        ids = args[0] if args else named["input_ids"]
         computed.append(int(ids.shape[1]))
         time.sleep(CHUNK_S * ids.shape[1] / TOKENS)
+        return own(self, *args, **named)
 
-    hook = model.base_model.register_forward_pre_hook(wait, with_kwargs=True)
-    try:
+    with patch.object(type(model.base_model), "forward", forward):
         yield computed
-    finally:
-        hook.remove()
 
 
 def answered(
@@ -361,12 +360,9 @@ def test_an_error_of_the_model_is_the_callers_and_no_deadline_is_refused_by_name
     connector._prefill = PrefillModel(0.0, 1e-6)
     link.bytes_per_s = 20e3
 
-    hook = tinylm.base_model.register_forward_pre_hook(Mock(side_effect=ZeroDivisionError))
-    try:
-        with pytest.raises(ZeroDivisionError):
-            connector.generate(prompt, greedy(1), deadline_ms=100)
-    finally:
-        hook.remove()
+    broken = patch.object(type(tinylm.base_model), "forward", side_effect=ZeroDivisionError)
+    with broken, pytest.raises(ZeroDivisionError):
+        connector.generate(prompt, greedy(1), deadline_ms=100)
     soon: Any = "5"
     for deadline_ms in (-1, soon):
         with pytest.raises(InvalidRequestError, match=f"deadline_ms={deadline_ms!r}"):

@@ -23,7 +23,7 @@ from helpers.vllm_stand_ins import (
     feature,
 )
 
-from kvstore.client.engines.vllm.identity import model_of, shape_of
+from kvstore.client.engines.vllm.identity import hashes_inputs, model_of, shape_of
 from kvstore.client.engines.vllm.lookup import CacheIdentity, ChunkChain, RequestHasher
 from kvstore.client.engines.vllm.messages import (
     FlopsModel,
@@ -140,9 +140,11 @@ def refused_field(work: Callable[[], object]) -> str:
 
 def test_engines_whose_kv_cannot_be_stored_are_refused_by_name(model: Path) -> None:
     types = {"full_attention": {}, "sliding": {"rope_type": "longrope"}}
+    mean = SimpleNamespace(seq_pooling_type="MEAN")
     refused: list[tuple[dict[str, Any], str]] = [
         ({"cache_dtype": "int8_per_token_head"}, "kv_cache_dtype"),
         ({"is_encoder_decoder": True}, "is_encoder_decoder"),
+        ({"pooler_config": mean, "is_prefix_caching_supported": False}, "pooler_config"),
         ({"decode_context_parallel_size": 2}, "decode_context_parallel_size"),
         ({"rope": {"rope_type": "longrope"}}, "rope_type"),
         ({"hf_rope_parameters": types}, "rope_type"),
@@ -252,7 +254,7 @@ def test_salts_epochs_and_adapters_separate_whole_prompts(tmp_path: Path) -> Non
         (FakeRequest("c", TOKENS, cache_salt="alice"), b""),
         (FakeRequest("d", TOKENS, cache_salt="bob"), b""),
         (FakeRequest("e", TOKENS, lora_request=FakeLora(str(tmp_path / "one"))), b""),
-        (FakeRequest("f", TOKENS, lora_request=FakeLora(str(tmp_path / "two"))), b""),
+        (FakeRequest("f", TOKENS, lora_request=FakeLora(str(tmp_path / "two"), 2)), b""),
     ]
     found = [digests(names.identity(request, epoch)) for request, epoch in asked]
     assert all(len({chain[place] for chain in found}) == len(asked) for place in range(4))
@@ -282,6 +284,10 @@ def test_what_has_no_name_is_refused(tmp_path: Path) -> None:
     }
     for field, request in refused.items():
         assert refused_field(partial(names.identity, request, b"")) == field
+    image = FakeRequest("f", TOKENS, mm_features=[feature("renderer0-mm-0-image-0", 0, 4)])
+    numbering = RequestHasher(has_hashes=False)
+    assert refused_field(partial(numbering.identity, image, b"")) == "mm_features"
+    assert numbering.identity(FakeRequest("g", TOKENS), b"") == CacheIdentity()
 
 
 def test_an_adapter_whose_files_change_under_the_engine_is_refused_from_then_on(
@@ -294,6 +300,31 @@ def test_an_adapter_whose_files_change_under_the_engine_is_refused_from_then_on(
     file.write_text("newer")
     with pytest.raises(ModelError, match="changed"):
         names.identity(request, b"")
+
+
+def test_images_have_no_names_where_vllm_numbers_them(model: Path) -> None:
+    sizes = [SimpleNamespace(mm_processor_cache_gb=size) for size in (4, 0)]
+    found = [
+        hashes_inputs(engine_config(model, multimodal_config=size, enable_prefix_caching=caching))
+        for size in (None, *sizes)
+        for caching in (True, False)
+    ]
+    assert found == [True, True, True, True, True, False]
+
+
+def test_an_id_that_was_another_adapters_is_refused_for_the_engine_keeps_that_one(
+    tmp_path: Path,
+) -> None:
+    names = RequestHasher()
+    for name in ("one", "two"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_model.safetensors").write_text(name)
+    one, two = (
+        FakeRequest(name, TOKENS, lora_request=FakeLora(str(tmp_path / name)))
+        for name in ("one", "two")
+    )
+    assert names.identity(one, b"").first
+    assert refused_field(partial(names.identity, two, b"")) == "lora_int_id"
 
 
 # --- block tables
