@@ -301,20 +301,24 @@ class Store:
         self.catalog.in_flight.end_waits()
         # A copy on a peer does not count.
         self._lookup.drop_remote_hints(everything=True)
-        volatile = [slot.name for slot in (self.tiers.gpu, self.tiers.cpu) if slot]
-        alone, failure, other = self.catalog.queries.only_on(*volatile), "", "no disk tier"
-        whys: dict[ChunkKey, str] = {}
+        volatile = [slot for slot in (self.tiers.gpu, self.tiers.cpu) if slot]
+        only_on = partial(self.catalog.queries.only_on, *(slot.name for slot in volatile))
+        failure, why, whys = "", "no disk tier", dict[ChunkKey, str]()
         if self._keepers:
-            slot, whys = self._keepers[0], dict.fromkeys(alone, "not copied by the deadline")
-            # A later copy may evict an earlier one, or one that was there before.
-            other = f"{slot.name} evicted it for another"
-            for start in range(0, len(alone), DRAINED_AT_ONCE):
-                if self.moves.clock() < deadline:
-                    keys = alone[start : start + DRAINED_AT_ONCE]
-                    whys |= zip(keys, self._copied(keys, slot, deadline), strict=True)
-            failure, _ = self._flushed(alone, slot, deadline)
-        left = self.catalog.queries.only_on(*volatile)
-        reasons = Counter(whys.get(key) or other for key in left).most_common(LOGGED_REASONS)
+            slot, held = self._keepers[0], list[ChunkKey]()
+            why = f"{slot.name} evicted it for another"
+            # A full tier must not evict chunks that memory has; a smaller one can only swap them.
+            if sum(one.tier.stats().used_bytes for one in volatile) <= slot.tier.capacity_bytes:
+                held = [info.key for one in volatile for info in one.tier.scan()]
+            for key in held:
+                self.catalog.hold(key)
+            try:
+                whys, failure = self._save(only_on(), slot, deadline)
+            finally:
+                for key in held:
+                    self.catalog.release_hold(key)
+        left = only_on()
+        reasons = Counter(whys.get(key) or why for key in left).most_common(LOGGED_REASONS)
         if left or failure:
             logger.warning(
                 "a drain could not save all chunks that only memory has",
@@ -323,3 +327,14 @@ class Store:
                 flush=failure or "done",
             )
         return not (left or failure)
+
+    def _save(
+        self, keys: Sequence[ChunkKey], slot: TierSlot, deadline: float
+    ) -> tuple[dict[ChunkKey, str], str]:
+        """Copy *keys* to *slot* and flush it. Return why not, by chunk, and the flush's failure."""
+        whys = dict.fromkeys(keys, "not copied by the deadline")
+        for start in range(0, len(keys), DRAINED_AT_ONCE):
+            if self.moves.clock() < deadline:
+                some = keys[start : start + DRAINED_AT_ONCE]
+                whys |= zip(some, self._copied(some, slot, deadline), strict=True)
+        return whys, self._flushed(keys, slot, deadline)[0]

@@ -294,6 +294,22 @@ def test_a_drain_that_could_not_keep_everything_says_so() -> None:
         assert logs[0]["reasons"] == {"no disk tier": 1}
 
 
+def test_a_drain_of_a_full_disk_with_room_for_memory_saves_all_of_it() -> None:
+    versions, others = ([prompt(1, seed=at + n)[0] for n in range(12)] for at in (0, 50))
+    size = versions[0].info.size_bytes
+    disk = SimDisk(18 * size, no_faults())
+    with closing(Core([disk], slabs=12, clock=FakeClock())) as core:
+        core.put(versions[:6], durable=True)
+        core.put(others, durable=True)
+        for version in others:
+            core.catalog.drop_copy("cpu", version.info.key)
+            core.moves.eviction.delete_from(core.slot("cpu"), version.info.key)
+        core.put(versions[6:])
+        assert disk.stats().used_bytes == disk.capacity_bytes
+        assert core.store.drain(core.later()) is True
+        assert {info.key for info in disk.scan()} >= set(keys_of(versions))
+
+
 def test_a_chunk_that_ends_while_a_drain_copies_it_is_not_one_that_it_could_not_save(
     gated: GatedDisk,
 ) -> None:
