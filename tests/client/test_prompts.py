@@ -446,7 +446,7 @@ def test_a_config_that_does_not_tell_is_refused_with_what_to_give() -> None:
 
     for kind in ("linear_attention", "mamba", "hybrid", "conv"):
         for field in ("layer_types", "layers_block_type"):
-            states = rf"{kind}.*bytes the states of layers \[1, 3\]"
+            states = rf"{kind}.*size of the states of layers \[1, 3\]"
             refused(states, **{field: ["full_attention", kind] * 2})
     refused(kv_lora_rank=512)
     refused(layer_types=["full_attention"])

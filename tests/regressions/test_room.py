@@ -16,16 +16,13 @@ from helpers.plain_engine import PlainEngine
 from helpers.prompts import MEDIUM, assert_reads, chunks_of, keys_of, outcomes, store, tokens
 from helpers.server_process import ServerProcess
 from helpers.socket_peer import Peer, staging
-from structlog.testing import capture_logs
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.proto.errors import KVStoreError
 from kvstore.proto.types import PutOutcome
 from kvstore.proto.unix_socket import Reply
-from kvstore.server.settings import process_limits
 from kvstore.server.settings.process_limits import cgroup_limit_bytes
-from kvstore.server.settings.settings import Settings
 
 MIB = 1 << 20
 CHUNKS = 16
@@ -190,18 +187,6 @@ def test_kubernetes_114142_a_tier_larger_than_the_memory_limit_is_refused_at_the
         with Client(fits.address, MEDIUM, OPTIONS) as client:
             store(client, 1, CHUNKS)
         assert fits.terminate() == 0
-
-
-def test_a_tier_larger_than_the_machine_is_warned_of_at_the_start(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    monkeypatch.setattr(process_limits, "cgroup_limit_bytes", lambda: None)
-    with capture_logs() as logs:
-        process_limits.check_memory(Settings(cpu_size=64 * MIB))
-        assert not logs
-        process_limits.check_memory(Settings(cpu_size=1 << 50))
-    assert logs[0]["cpu"] == "1024TiB"
-    assert logs[0]["fix"].startswith("give --cpu ")
 
 
 @pytest.mark.parametrize(

@@ -46,7 +46,8 @@ class Writers:
         key = self.draw.choice(self.keys_of(session.tenant))
         version = self.draw.choice(universe().chunks[key].versions)
         deadline = self.deadline()
-        existed = bool(self.world.catalog.copies(key))
+        slots = self.world.store.tiers.slots
+        existed = any(not slots[name].breaker.is_open for name in self.world.catalog.copies(key))
         for begun in self._begin(session, [version.info], deadline):
             if isinstance(begun, PutTicket):
                 self.oracle.puts[begun.ticket_id] = OpenPut(begun, version)

@@ -10,9 +10,11 @@ import yaml
 from hypothesis import given
 from hypothesis import strategies as st
 from pydantic import ValidationError
+from structlog.testing import capture_logs
 
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.server.eviction.quotas import MAX_PARTITIONS
+from kvstore.server.settings import process_limits
 from kvstore.server.settings.loading import load, show
 from kvstore.server.settings.rules import MAX_QUOTAS
 from kvstore.server.settings.settings import Settings, load_config
@@ -612,3 +614,15 @@ def test_a_secret_that_is_too_short_is_refused_and_a_long_one_is_read(tmp_path: 
     short, long = write(tmp_path / "s", "x" * 15), write(tmp_path / "l", "x" * 16)
     assert "at least 16 random bytes" in refused("--secret-file", short)
     assert load_config(["--secret-file", long]).secret_file == Path(long)
+
+
+def test_a_tier_larger_than_the_machine_is_warned_of_at_the_start(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(process_limits, "cgroup_limit_bytes", lambda: None)
+    with capture_logs() as logs:
+        process_limits.check_memory(Settings(cpu_size=64 << 20))
+        assert not logs
+        process_limits.check_memory(Settings(cpu_size=1 << 50))
+    assert logs[0]["cpu"] == "1024TiB"
+    assert logs[0]["fix"].startswith("give --cpu ")
