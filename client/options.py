@@ -144,7 +144,7 @@ def _certificates(name: str, path: Path | None) -> bytes | None:
     found = _read(path)
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:  # of a file without any, gRPC says only that it knows no address
-        context.load_verify_locations(cadata=found.decode("latin1"))
+        context.load_verify_locations(path)  # comments may be UTF-8
     except (OSError, ValueError):
         raise InvalidRequestError(name, str(path), "give certificates in PEM") from None
     return found

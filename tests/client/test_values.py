@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 import torch
 from contracts.chunks import make_representation
+from helpers.credentials import Authority
 from helpers.local_server import LocalServer
 from helpers.pages import AXES, engine_pages, rows_of
 from helpers.prompts import SMALL, equal, store, tokens
@@ -87,6 +88,13 @@ def test_files_without_certificates_are_refused_by_name(tmp_path: Path) -> None:
         for name, files in given:
             with pytest.raises(InvalidRequestError, match=f"{name}='{text}': give certificates"):
                 Client("127.0.0.1:1", MODEL, ClientOptions(access=Access(**files)))
+
+
+def test_comments_among_certificates_may_be_in_any_language(tmp_path: Path) -> None:
+    made = Authority(tmp_path).path
+    made.write_text(f"# Főtanúsítvány\n{made.read_text()}", encoding="utf-8")
+    with Client("127.0.0.1:1", MODEL, ClientOptions(access=Access(ca=made))) as client:
+        assert client.address == "127.0.0.1:1"
 
 
 def test_addresses_of_hosts_and_of_grpc_are_taken_and_others_refused(tmp_path: Path) -> None:
