@@ -162,7 +162,9 @@ class Catalog:
     def leave(self, tier: str, key: ChunkKey, other: str) -> bool:
         """As ``drop_copy``, if *other* has a copy and the chunk is not held or being evicted."""
         with self._lock:
-            if other not in self._index.holders(self._index.row(key)) or self.eviction.stays(key):
+            if other not in self._index.holders(self._index.row(key)) or self.eviction.stays(
+                key, tier
+            ):
                 return False
             return self._forget(tier, key, to_orphans=True)
 

@@ -47,6 +47,8 @@ class EvictionState:
         self._index, self.partitions = state.index, state.metadata.partitions
         self.leaving: dict[ChunkKey, str] = {}
         """Chunks being evicted, and the tier that evicts them."""
+        self.drains_to = ""
+        """Tier that evicts no chunk that a faster one has: a drain saves memory on it."""
         self._unclaimed = threading.Condition(state.lock)
 
     def partition(self, key: ChunkKey, tenant: str, category: str) -> int:
@@ -93,7 +95,7 @@ class EvictionState:
     def claim(self, tier: str, keys: Iterable[ChunkKey]) -> list[ChunkKey]:
         """Claim those of *keys* that may be evicted, regardless of the policy."""
         with self._state.lock:
-            victims = [key for key in keys if not self.stays(key)]
+            victims = [key for key in keys if not self.stays(key, tier)]
             self.leaving.update(dict.fromkeys(victims, tier))
             return victims
 
@@ -101,7 +103,7 @@ class EvictionState:
         index = self._index
 
         def stays(row: int) -> bool:
-            return self.stays(index.key(row))
+            return self.stays(index.key(row), tier)
 
         if not wanted.is_own:
             late = self._state.metadata.hints.expired(self._state.clock(), EXPIRED_AT_ONCE)
@@ -156,9 +158,11 @@ class EvictionState:
                 return False
             return self._unclaimed.wait(left_s)
 
-    def stays(self, key: ChunkKey) -> bool:
-        """Whether a chunk must not be evicted now. Under the lock."""
-        return key in self.leaving or self._state.holds.is_held(key)
+    def stays(self, key: ChunkKey, tier: str) -> bool:
+        """Whether a chunk must not be evicted from *tier* now. Under the lock."""
+        if key in self.leaving or self._state.holds.is_held(key):
+            return True
+        return tier == self.drains_to and self._index.holders(self._index.row(key))[:1] != [tier]
 
     # --- use of tiers
 

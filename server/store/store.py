@@ -305,18 +305,13 @@ class Store:
         only_on = partial(self.catalog.queries.only_on, *(slot.name for slot in volatile))
         failure, why, whys = "", "no disk tier", dict[ChunkKey, str]()
         if self._keepers:
-            slot, held = self._keepers[0], list[ChunkKey]()
+            slot = self._keepers[0]
             why = f"{slot.name} evicted it for another"
             # A full tier must not evict chunks that memory has; a smaller one can only swap them.
-            if sum(one.tier.stats().used_bytes for one in volatile) <= slot.tier.capacity_bytes:
-                held = [info.key for one in volatile for info in one.tier.scan()]
-            for key in held:
-                self.catalog.hold(key)
-            try:
-                whys, failure = self._save(only_on(), slot, deadline)
-            finally:
-                for key in held:
-                    self.catalog.release_hold(key)
+            used_bytes = sum(one.tier.stats().used_bytes for one in volatile)
+            is_enough = used_bytes <= slot.tier.capacity_bytes
+            self.catalog.eviction.drains_to = slot.name if is_enough else ""
+            whys, failure = self._save(only_on(), slot, deadline)
         left = only_on()
         reasons = Counter(whys.get(key) or why for key in left).most_common(LOGGED_REASONS)
         if left or failure:

@@ -310,6 +310,26 @@ def test_a_drain_of_a_full_disk_with_room_for_memory_saves_all_of_it() -> None:
         assert {info.key for info in disk.scan()} >= set(keys_of(versions))
 
 
+def test_chunks_are_loaded_from_disk_while_a_drain_saves_a_full_memory(
+    sim: SimDisk, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with closing(Core([sim], clock=FakeClock())) as core:
+        (below,) = prompt(1)
+        core.put([below], durable=True)
+        core.put([prompt(1, seed=seed)[0] for seed in range(1, 13)])
+        assert core.tiers_of(below) == ["disk"]
+        flush, holders = sim.flush, list[str]()
+
+        def load_and_flush() -> None:
+            assert core.get([below]) == frames_of([below])
+            holders.extend(core.tiers_of(below))
+            flush()
+
+        monkeypatch.setattr(sim, "flush", load_and_flush)
+        assert core.store.drain(core.later()) is True
+        assert holders == ["cpu", "disk"]
+
+
 def test_a_chunk_that_ends_while_a_drain_copies_it_is_not_one_that_it_could_not_save(
     gated: GatedDisk,
 ) -> None:
