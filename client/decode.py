@@ -52,6 +52,8 @@ WRONG = (ChunkCorruptError, InvalidFrameError, ModelError)
 Target: TypeAlias = Callable[[int, KVLayout], Any]
 """Returns the target of a chunk, by index and layout, as AnyTensors of that layout."""
 T = TypeVar("T")
+HELPER_WAIT_S = 0.01
+"""How long a thread waits for the next frame of a read before it is free for others."""
 
 
 class TooLossyError(KVStoreError):
@@ -204,7 +206,9 @@ class _PrefixRead:
     """
 
     wanted: Wanted
-    waiting: SimpleQueue[Arrival] = field(default_factory=SimpleQueue)
+    reader: Reader
+    helpers: list[Future[None]] = field(default_factory=list)
+    waiting: SimpleQueue[Arrival | None] = field(default_factory=SimpleQueue)
     found: dict[int, Decoded] = field(default_factory=dict)
     errors: dict[int, KVStoreError] = field(default_factory=dict)
     failed: float = math.inf
@@ -212,27 +216,32 @@ class _PrefixRead:
     fed: int = 0
 
     def help(self) -> None:
-        """Decode what waits now. Threads are shared, and the next frame may take long to arrive."""
-        with suppress(Empty):
-            while True:
-                self.decode(self.waiting.get_nowait())
-
-    def feed(self, arriving: Iterable[Arrival], ahead: int, call: Callable[[], None]) -> None:
-        """Queue the frames that arrive in order, until one fails, and *call* a helper for each;
-        with *ahead* of them waiting, the caller decodes.
+        """Decode what waits, until None or a pause of HELPER_WAIT_S: threads are shared, and the
+        next frame may take long to arrive.
         """
-        count = len(self.wanted.keys)
+        with suppress(Empty):
+            while (arrived := self.waiting.get(timeout=HELPER_WAIT_S)) is not None:
+                self.decode(arrived)
+
+    def feed(self, arriving: Iterable[Arrival]) -> None:
+        """Queue the frames that arrive in order, until one fails; with two per thread waiting, the
+        caller decodes.
+        """
+        count, threads = len(self.wanted.keys), self.reader.threads
         for arrived in arriving:
             if arrived.index != self.fed or arrived.index > self.failed:
                 return
             if self.fed == count:
                 raise InvalidFrameError("index", arrived.index, f"{count} chunks were requested")
             self.fed += 1
-            if self.waiting.qsize() < ahead:
-                self.waiting.put(arrived)
-                call()
-            else:
+            if self.waiting.qsize() >= 2 * threads:
                 self.decode(arrived)
+                continue
+            self.waiting.put(arrived)
+            for number, helper in enumerate(self.helpers):
+                if helper.done():
+                    helper.result()
+                    self.helpers[number] = self.reader.submit(self.help)
 
     def decode(self, arrived: Arrival) -> None:
         """Decode a frame, unless one before it failed."""
@@ -264,26 +273,23 @@ class Reader:
         LayoutMismatchError when the target does not have the chunk's layout, and, if nothing was
         read, DeadlineError or TierUnavailableError.
         """
-        reading, count = _PrefixRead(wanted), len(wanted.keys)
-        helpers: list[Future[None]] = []
+        reading, count = _PrefixRead(wanted, self), len(wanted.keys)
         error: KVStoreError | None = None
-
-        def call() -> None:
-            helpers[:] = [one for one in helpers if not one.done() or one.exception()]
-            if len(helpers) < min(self.threads, count) - 1:
-                helpers.append(self.submit(reading.help))
-
         try:
-            reading.feed(arriving, 2 * self.threads, call)
+            while len(reading.helpers) < min(self.threads, count) - 1:  # they take long to start
+                reading.helpers.append(self.submit(reading.help))
+            reading.feed(arriving)
         except (DeadlineError, TierUnavailableError) as late:
             error = None if reading.fed else late
         except KVStoreError as stopped:
             error = stopped
         finally:
+            for _ in range(1 + len(reading.helpers)):
+                reading.waiting.put(None)
             try:
                 reading.help()
             finally:  # a target may raise anything; the helpers write to the caller's memory
-                running = list(filterfalse(Future.cancel, helpers))
+                running = list(filterfalse(Future.cancel, reading.helpers))
                 wait(running)
             for helper in running:
                 helper.result()

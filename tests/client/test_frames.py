@@ -507,3 +507,16 @@ def test_reads_that_wait_for_what_is_on_its_way_hold_no_thread_that_others_need(
         finally:
             is_here.set()
         assert [call.result() for call in calls] == [0 if is_layered else 2] * reader.threads
+
+
+def test_threads_start_while_the_first_frame_is_on_its_way(
+    reader: Reader, session: Session
+) -> None:
+    """Started behind it, a read of three chunks took twice as long."""
+    before = set(threading.enumerate())
+
+    def frames() -> Iterator[Arrival]:
+        assert len(set(threading.enumerate()) - before) == min(reader.threads, 3) - 1
+        yield from map(arrived, range(3))
+
+    assert len(reader.read(Wanted(session, KEYS[:3]), frames())[0]) == 3

@@ -95,6 +95,7 @@ class TransformersConnector(Connector):
             identity.check_resumable(model, self._shape, client.model)
         self._model = model
         self._watch = WeightsWatch(model)
+        self._is_padding_checked = not self._shape.is_probed
         self._compared = itertools.count()
         self._chunk_tokens = client.options.chunk_tokens
         self._staging: Staging | None = None
@@ -377,8 +378,9 @@ class TransformersConnector(Connector):
             raise InvalidRequestError("cache_implementation", "static", fix)
         settings.cache_implementation = None
         model, shape, width = self._model, self._shape, max(map(len, prompts))
-        if min(map(len, prompts)) < width:
-            identity.check_padding(model, shape)
+        if min(map(len, prompts)) < width and not self._is_padding_checked:
+            identity.check_padding(model)
+            self._is_padding_checked = True
         loaded = [self._computed(tokens, call) for tokens in prompts]
         cache = caches.join_rows([one.cache for one in loaded], shape, model.config, model.device)
         if any(one.prefix.lossy_tokens for one in loaded):

@@ -104,7 +104,7 @@ def _patches(module: torch.nn.Module) -> list[int]:
     """Return the numbers of *module*'s hooks, which may change its output; none is reused."""
     hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
     # transformers' own only copy outputs.
-    return [key for key, hook in hooks if not hook.__module__.startswith("transformers.")]
+    return [key for key, hook in hooks if not str(hook.__module__).startswith("transformers.")]
 
 
 def check_adapter(model: PreTrainedModel, adapter_digest: str) -> None:
@@ -185,13 +185,11 @@ def check_resumable(model: PreTrainedModel, shape: CacheShape, identity: Model) 
         raise ModelError("model", type(model).__name__, fix)
 
 
-def check_padding(model: PreTrainedModel, shape: CacheShape) -> None:
+def check_padding(model: PreTrainedModel) -> None:
     """Raise InvalidRequestError unless *model* computes the same behind padding on the left.
 
     The positions of some models count it: what a batch computes is at other positions.
     """
-    if not shape.is_probed:
-        return
     engine: Any = model
     ids = caches.probe_ids(model)
     found = []
@@ -325,7 +323,11 @@ class WeightsWatch:
         self._now = WeightsChange(b"weights:" + name, self._now.changes + 1)
 
     def _mark(self) -> tuple[Any, ...]:
-        tensors = list(self._tensors())
+        modules = list(self._model.modules())  # one walk over them: there are hundreds
+        tensors: list[torch.Tensor] = []
+        for module in modules:
+            tensors += (one for one in module._parameters.values() if one is not None)
+            tensors += (one for one in module._buffers.values() if one is not None)
         # Freed memory is reused, so an address alone is not enough.
         marks = [(WeakIdRef(one), _address(one), _version(one)) for one in tensors]
         alike: dict[torch.dtype, list[torch.Tensor]] = {}
@@ -340,18 +342,14 @@ class WeightsWatch:
                     some = tensor.as_strided((size,), (step,), start)
                     alike.setdefault(tensor.dtype, []).append(some)
             seen = [torch.cat(some).view(torch.uint8).cpu().numpy() for some in alike.values()]
-        return (*self._settings(), *marks, *(elements.tobytes() for elements in seen))
+        return (*self._settings(modules), *marks, *(elements.tobytes() for elements in seen))
 
-    def _tensors(self) -> Iterator[torch.Tensor]:
-        yield from self._model.parameters()
-        yield from self._model.buffers()
-
-    def _settings(self) -> Iterator[Any]:
+    def _settings(self, modules: Sequence[torch.nn.Module]) -> Iterator[Any]:
         """Yield what else of the model KV depends on: its settings, numbers and hooks."""
         config = self._model.config
         yield shared._facts(config)
         yield config._attn_implementation in KERNELS or config._attn_implementation
-        for module in self._model.modules():
+        for module in modules:
             yield module.training
             yield from _patches(module)
             for name, value in vars(module).items():

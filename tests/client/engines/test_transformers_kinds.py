@@ -6,6 +6,7 @@ import copy
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -184,10 +185,12 @@ def test_a_batch_of_prompts_with_different_prefixes_gives_the_tokens_of_each(
     batch, mask = left_padded(prompts)
     engine: Any = model
     own = engine.generate(batch, generation_config=greedy(), attention_mask=mask)
-    for hits in ((48, 0, 0), (64, 32, 80)):
-        found = connector.generate(batch, greedy(), attention_mask=mask)
-        assert torch.equal(found.output.sequences, own)
-        assert found.row_hits == hits
+    with patch.object(model, "generate", wraps=engine.generate) as calls:
+        for hits in ((48, 0, 0), (64, 32, 80)):
+            found = connector.generate(batch, greedy(), attention_mask=mask)
+            assert torch.equal(found.output.sequences, own)
+            assert found.row_hits == hits
+    assert calls.call_count == 2 + 2, "padding is tried once"
     assert connector.stats().store_errors == {}
 
 
