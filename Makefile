@@ -168,7 +168,7 @@ soak-long: $(STAMP) $(LOOPS) redis ## what takes an hour: a million hostile fram
 
 nightly: check soak-long mutants faults fuzz regressions-long ## all that is too long for each change: most of a night
 
-mutants: $(STAMP) $(LOOPS) redis ## break the code in 100 places and see that tests notice: 75 minutes at most; ARGS=... goes to it
+mutants: $(STAMP) $(LOOPS) redis ## break the code in over 100 places and check that tests fail: 75 minutes at most; ARGS=... goes to it
 	$(BIN)/python -m tests.mutation $(ARGS)
 
 bench: $(STAMP) $(LOOPS) redis ## measure this machine's data paths, alone and beside peers, and print the tables

@@ -11,6 +11,7 @@ import signal
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from typing import TextIO, cast
 
 import structlog
@@ -78,6 +79,10 @@ class _Output:
     """
 
     def __init__(self, descriptor: int) -> None:
+        if os.isatty(descriptor):  # poll(2) reports room for a byte, and a write waits for more
+            with suppress(OSError):  # opened again, as the flags of the other are not ours alone
+                flags = os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC
+                descriptor = os.open(f"/proc/self/fd/{descriptor}", flags)
         self._descriptor = descriptor
         self._room = select.poll()
         self._room.register(descriptor, select.POLLOUT)
@@ -98,9 +103,11 @@ class _Output:
     def _takes(self, piece: bytes) -> bool:
         """Write at most PIPE_BUF bytes if poll(2) reports room for them."""
         try:
-            return bool(self._room.poll(0)) and os.write(self._descriptor, piece) == len(piece)
+            count = os.write(self._descriptor, piece) if self._room.poll(0) else 0
         except OSError:
             return False
+        self._is_cut = self._is_cut or 0 < count < len(piece)
+        return count == len(piece)
 
     def flush(self) -> None:
         """Do nothing: nothing is buffered."""

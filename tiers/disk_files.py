@@ -186,7 +186,8 @@ class DiskDirectory:
             fix = "give the tier less capacity, or a larger disk"
             raise TierUnavailableError(TIER, f"{reason}: {fix}")
         full, rest = divmod(left, self.file_bytes)
-        if len(self.files) + full >= resource.getrlimit(resource.RLIMIT_NOFILE)[0]:
+        limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+        if limit != resource.RLIM_INFINITY and len(self.files) + full >= limit:
             raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))  # all are open at once
         self.wanted = [self.file_bytes] * full + [rest] * (rest > 0)
 

@@ -117,6 +117,8 @@ class CallWrapper:
                         note, peer = authorizer.note, context.peer
                         about = call.request if call.frames is None else call.frames
                         note(call.principal, method, outcome, call.session, about, peer)
+                    if handler.request_streaming:  # an iterator with the call and a message
+                        call.request = None
 
         return answers
 

@@ -118,6 +118,25 @@ def test_a_log_that_nobody_reads_holds_up_no_call_and_its_next_line_counts_what_
     os.close(log)
 
 
+def test_a_terminal_that_nobody_reads_holds_up_no_call(server_process: ProcessMaker) -> None:
+    screen, terminal = os.openpty()
+    os.set_blocking(terminal, False)
+    process = server_process("--tiers", "cpu", "--cpu", "16MiB", "--log-level", "info")
+    process.launcher = ["sh", "-c", f'exec "$0" "$@" 2>{os.ttyname(terminal)}']
+    process.start()
+    with suppress(BlockingIOError):
+        while os.write(terminal, b"."):
+            pass
+    os.read(screen, 64)  # some room, not that of a line
+    with closing(Connection(process.address, DEADLINE_MS)) as connection:
+        for _ in range(3):
+            with pytest.raises(LeaseExpiredError):
+                connection.call("Lookup", pb.LookupRequest(), DEADLINE_MS, pb.LookupResponse)
+    assert process.terminate() == 0
+    os.close(terminal)
+    os.close(screen)
+
+
 @pytest.mark.parametrize("closed", ["<&- >&-", "<&- 2>&-", "<&- >&- 2>&-"])
 def test_a_server_runs_without_its_standard_streams(
     server_process: ProcessMaker, closed: str

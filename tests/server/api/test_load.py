@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import socket
 import threading
+import weakref
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack
@@ -24,7 +26,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import DeadlineError, KVStoreError, QuotaExceededError
 from kvstore.server.api import grpc_server, load_shedding
 from kvstore.server.api.grpc_server import most_connections
-from kvstore.server.api.interceptors import AuthenticatedContext
+from kvstore.server.api.interceptors import AuthenticatedContext, CallWrapper
 from kvstore.server.api.load_shedding import (
     CALLS_PER_WORKER,
     GRACE_S,
@@ -299,6 +301,25 @@ def test_calls_without_a_message_leave_threads_for_others_and_end(
         ended = [call for call in calls if call.done()]
         assert {call.code() for call in ended} == {grpc.StatusCode.CANCELLED}
         assert wire.call("Lookup", request).ready == 0
+
+
+def test_a_stream_that_is_not_read_to_its_end_leaves_no_message() -> None:
+    seen: list[weakref.ref[Silent]] = []
+    guard = StallGuard(1, lambda: 0.0)
+
+    def read_one(messages: Iterator[Silent], _: object) -> None:
+        seen.append(weakref.ref(next(messages)))
+
+    handler = grpc.stream_unary_rpc_method_handler(read_one)
+    context: Any = Silent()
+    context.invocation_metadata = tuple
+    answers = CallWrapper().around(handler, "Put", guard.each, guard.taken)
+    gc.disable()
+    try:
+        assert list(answers(iter([Silent()]), context)) == [None]
+        assert [message() for message in seen] == [None]
+    finally:
+        gc.enable()
 
 
 def test_a_put_that_stops_half_way_ends_and_leaves_nothing(
