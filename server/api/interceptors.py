@@ -86,21 +86,17 @@ class CallWrapper:
             call, outcome, started = AuthenticatedContext(context), "cancelled", 0.0
             with nullcontext() if span_of is None else span_of(call):
                 try:
-                    who = (
-                        ANYBODY
-                        if authorizer is None
-                        else _caller(authorizer.authenticator, context)
-                    )
-                    call.principal = who
+                    known = authorizer and _caller(authorizer.authenticator, context)
+                    call.principal = caller = known or ANYBODY
                     call.request = request = receive(requests, call)
                     if authorizer is not None:
                         started = authorizer.clock()
                         if handler.request_streaming:
-                            authorizer.admit(who, method)
+                            authorizer.admit(caller, method)
                             call.frames = 0
                             request = _each_admitted(authorizer, call, method, request)
                         else:
-                            call.session = authorizer.admit(who, method, request)
+                            call.session = authorizer.admit(caller, method, request)
                     if handler.response_streaming:
                         yield from taken(behavior(request, call), call)
                     else:

@@ -100,7 +100,8 @@ class StallGuard:
     @contextmanager
     def _wait(self, context: AuthenticatedContext) -> Iterator[None]:
         with self._lock:
-            self._check_share(principal_of(context).tenant)
+            if self._slow:
+                self._check_share(principal_of(context).tenant)
             self._waiting[context] = self._clock()
         try:
             yield
