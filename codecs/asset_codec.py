@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 from typing_extensions import override
 
-from kvstore.codecs.assets import ASSETS, Asset, AssetKind, AssetShelf, Table
+from kvstore.codecs.assets import ASSETS, Asset, AssetKind, AssetRegistry, Table
 from kvstore.codecs.base import EncodedLayer, EncodeTerms, LayerTerms, LossyCodec, Part
 from kvstore.codecs.floats import ByteCutter, Floats, has_floats, is_finite
 from kvstore.codecs.kvq_models import RATIOS
@@ -178,7 +178,7 @@ class AssetCodec(LossyCodec):
     """Base of codecs with an asset: subclasses define ``coded``, ``decode_coded`` and the kind.
 
     Frames are encoded with the newest asset of their model, which ``encode_layers`` finds; only
-    a codec with an *asset* encodes single layers. Decoding uses any asset of *shelf*.
+    a codec with an *asset* encodes single layers. Decoding uses any asset of *registry*.
     """
 
     kind: ClassVar[AssetKind]
@@ -186,12 +186,12 @@ class AssetCodec(LossyCodec):
     default_quality: ClassVar[int] = 1
 
     def __init__(
-        self, quality: int | None = None, shelf: AssetShelf = ASSETS, asset: Asset | None = None
+        self, quality: int | None = None, registry: AssetRegistry = ASSETS, asset: Asset | None = None
     ) -> None:
         self.quality = self.default_quality if quality is None else quality
         if not 0 <= self.quality < QUALITY_COUNT:
             raise UnknownCodecError(f"{self.name}:{quality}", f"0 to {QUALITY_COUNT - 1}")
-        self._shelf = shelf
+        self._registry = registry
         self._bound = asset
         self.asset = NO_ASSET if asset is None else asset.digest
 
@@ -222,7 +222,7 @@ class AssetCodec(LossyCodec):
     @override
     def check_asset(self, header: FrameHeader) -> None:
         """Raise UnknownCodecError for an unknown asset, ModelError for another model's."""
-        self._shelf.named(self.kind, header.asset, header.representation)
+        self._registry.named(self.kind, header.asset, header.representation)
 
     @override
     def max_segment_bytes(self, component: Component) -> int:
@@ -247,8 +247,8 @@ class AssetCodec(LossyCodec):
             next((terms or EncodeTerms()).layers(template.layout, template.position))
             mine = EncodeTerms(layer_ids=self._numbers(template.layout, self._bound))
             return super().encode_layers(template, layers, out, mine)
-        asset = self._shelf.for_model(self.kind, template.representation)
-        bound = type(self)(self.quality, self._shelf, asset)
+        asset = self._registry.for_model(self.kind, template.representation)
+        bound = type(self)(self.quality, self._registry, asset)
         return bound.encode_layers(template, layers, out, terms)
 
     def _numbers(self, layout: KVLayout, asset: Asset) -> tuple[int, ...]:
@@ -317,7 +317,7 @@ class AssetCodec(LossyCodec):
             raise InvalidFrameError("quality", quality, f"0 to {QUALITY_COUNT - 1}")
         asset = self._bound
         if asset is None or asset.digest != digest:
-            asset = self._shelf.any_named(self.kind, digest)
+            asset = self._registry.any_named(self.kind, digest)
         tables = _tables(self.tables, asset).layer(index, component)
         if tables is None:
             raise InvalidFrameError("layer", index, "the asset has no such layer")

@@ -186,7 +186,7 @@ def read_asset(path: Path) -> Asset:
 MAX_ASSETS = 256
 
 
-class AssetShelf:
+class AssetRegistry:
     """Assets by digest, and by kind and model. Thread-safe.
 
     The lock guards the two dictionaries; assets are immutable.
@@ -264,5 +264,5 @@ class AssetShelf:
         return found
 
 
-ASSETS = AssetShelf()
+ASSETS = AssetRegistry()
 """The assets of this process, loaded at start from the configured folder."""

@@ -96,22 +96,22 @@ def gbps(size_bytes: int, seconds: float) -> str:
 
 
 def paired(
-    ours: Callable[[], object], theirs: Callable[[], object], repeats: int
+    one: Callable[[], object], other: Callable[[], object], repeats: int
 ) -> tuple[float, float]:
     """Return the best seconds of both, run alternately so that load affects both alike."""
-    return in_turns(lambda: timed(ours), lambda: timed(theirs), repeats)[1:]
+    return in_turns(lambda: timed(one), lambda: timed(other), repeats)[1:]
 
 
 def in_turns(
-    ours: Callable[[], float], theirs: Callable[[], float], rounds: int
+    one: Callable[[], float], other: Callable[[], float], rounds: int
 ) -> tuple[float, float, float]:
     """Run both alternately, *rounds* times; each returns the seconds it took.
 
-    Return the median of theirs / ours over the rounds, which is robust to bursts of load, and the
+    Return the median of other / one over the rounds, which is robust to bursts of load, and the
     best seconds of each.
     """
-    pairs = [(ours(), theirs()) for _ in range(rounds)]
-    ratio = median(their_s / our_s for our_s, their_s in pairs)
+    pairs = [(one(), other()) for _ in range(rounds)]
+    ratio = median(other_s / one_s for one_s, other_s in pairs)
     return ratio, min(pair[0] for pair in pairs), min(pair[1] for pair in pairs)
 
 

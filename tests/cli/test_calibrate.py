@@ -26,7 +26,7 @@ from transformers import AutoTokenizer, LlamaConfig, LlamaForCausalLM
 from kvstore.cli.trials import load_model
 from kvstore.client.chunk import to_torch
 from kvstore.client.engines.transformers import TransformersConnector, representation_of
-from kvstore.codecs.assets import Asset, AssetKind, AssetShelf
+from kvstore.codecs.assets import Asset, AssetKind, AssetRegistry
 from kvstore.codecs.base import Part
 from kvstore.codecs.cachegen import CachegenCodec
 from kvstore.codecs.calibration import make_asset, read_dumps
@@ -90,10 +90,10 @@ def test_an_asset_from_dumps_codes_the_models_chunks(
     sources = dumps(tmp_path, component)
     run = kvstore("calibrate", "cachegen", *sources, "--out", out, "--representation", MODEL.hex())
     assert (run.status, run.err) == (0, "")
-    shelf = AssetShelf()
-    assert shelf.load_folder(out) == 1
-    assert shelf.for_model(AssetKind.cachegen, MODEL).digest.hex() in run.out
-    codec, layout = CachegenCodec(1, shelf), KVLayout((component,))
+    registry = AssetRegistry()
+    assert registry.load_folder(out) == 1
+    assert registry.for_model(AssetKind.cachegen, MODEL).digest.hex() in run.out
+    codec, layout = CachegenCodec(1, registry), KVLayout((component,))
     room = np.empty(codec.max_frame_bytes(layout), np.uint8)
     header = codec.encode(template(layout), [smooth(component, 99)], room)
     assert header.accuracy is Accuracy.bounded
@@ -134,17 +134,17 @@ def test_a_model_is_calibrated_from_a_text(tmp_path: Path, kvstore: Kvstore) -> 
     for kind in AssetKind:
         run = kvstore("calibrate", kind.name, TINYLM, *options)
         assert run.status == 0, run.err
-    shelf = AssetShelf()
-    assert shelf.load_folder(tmp_path) == 3
+    registry = AssetRegistry()
+    assert registry.load_folder(tmp_path) == 3
     representation = representation_of(*load_model(TINYLM))
-    asset = shelf.for_model(AssetKind.cachegen, representation_digest(representation))
+    asset = registry.for_model(AssetKind.cachegen, representation_digest(representation))
     assert asset.tables["0.anchors"].shape == (6, 2, 4, 32)
-    tables = shelf.for_model(AssetKind.kvtc, asset.representation).tables
+    tables = registry.for_model(AssetKind.kvtc, asset.representation).tables
     assert tables["0.basis"].shape[:3] == (6, 2, 128)
     rope = inverse_frequencies(representation.rope, 32)
     assert rope is not None
     assert np.array_equal(tables["0.rope"], rope)
-    statistics = shelf.for_model(AssetKind.kvq, asset.representation).tables
+    statistics = registry.for_model(AssetKind.kvq, asset.representation).tables
     assert statistics["0.scales"].shape == (6, 2, 128)
     assert np.array_equal(statistics["0.rope"], rope)
 

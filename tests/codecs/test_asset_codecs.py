@@ -55,7 +55,7 @@ CACHEGEN, KVTC, KVQ = SAMPLES["cachegen"], SAMPLES["kvtc"], SAMPLES["kvq"]
 
 @lru_cache(maxsize=64)
 def asset_for(kind: AssetKind, layout: KVLayout) -> Asset:
-    """Return an asset for chunks of *layout*, on the shelf of the process."""
+    """Return an asset for chunks of *layout*, on the registry of the process."""
     if layout.components[0].dtype not in FLOAT_TYPES:
         layout = SMALL  # such layers are kept as they are
     codable = [c for c in layout.components if c.kind is not LayerKind.state]

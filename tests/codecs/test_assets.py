@@ -17,7 +17,7 @@ from kvstore.codecs.assets import (
     SUFFIX,
     Asset,
     AssetKind,
-    AssetShelf,
+    AssetRegistry,
     asset_name,
     pack_asset,
     parse_asset,
@@ -147,7 +147,7 @@ def test_what_no_reader_would_take_is_not_packed() -> None:
             pack_asset(AssetKind.cachegen, model, edition, tables)
 
 
-# --- files and the shelf
+# --- files and the registry
 
 
 def write(folder: Path, *assets: Asset) -> None:
@@ -160,43 +160,43 @@ def test_a_folder_is_read_whole_and_the_newest_edition_encodes(tmp_path: Path) -
     first, second, foreign = asset(), asset(edition=2), asset(model=OTHER)
     write(tmp_path, second, first, foreign)
     (tmp_path / "README").write_text("no asset")
-    shelf = AssetShelf()
-    assert shelf.load_folder(tmp_path) == 3
-    assert shelf.load_folder(tmp_path) == 3
-    assert shelf.for_model(AssetKind.cachegen, MODEL).edition == 2
-    assert shelf.for_model(AssetKind.cachegen, OTHER).digest == foreign.digest
+    registry = AssetRegistry()
+    assert registry.load_folder(tmp_path) == 3
+    assert registry.load_folder(tmp_path) == 3
+    assert registry.for_model(AssetKind.cachegen, MODEL).edition == 2
+    assert registry.for_model(AssetKind.cachegen, OTHER).digest == foreign.digest
     for each in (first, second):
-        assert shelf.named(AssetKind.cachegen, each.digest, MODEL).edition == each.edition
+        assert registry.named(AssetKind.cachegen, each.digest, MODEL).edition == each.edition
 
 
 def test_what_is_not_on_the_shelf_or_has_no_place_there_is_refused_by_name() -> None:
-    shelf = AssetShelf()
-    shelf.add(asset())
+    registry = AssetRegistry()
+    registry.add(asset())
     with pytest.raises(UnknownCodecError, match=f"cachegen for model {OTHER.hex()}.*calibrate"):
-        shelf.for_model(AssetKind.cachegen, OTHER)
+        registry.for_model(AssetKind.cachegen, OTHER)
     with pytest.raises(UnknownCodecError, match="kvtc for model"):
-        shelf.for_model(AssetKind.kvtc, MODEL)
+        registry.for_model(AssetKind.kvtc, MODEL)
     with pytest.raises(UnknownCodecError, match=f"cachegen with asset {OTHER.hex()}"):
-        shelf.named(AssetKind.cachegen, OTHER, MODEL)
+        registry.named(AssetKind.cachegen, OTHER, MODEL)
     with pytest.raises(UnknownCodecError, match="kvtc with asset"):
-        shelf.named(AssetKind.kvtc, asset().digest, MODEL)
+        registry.named(AssetKind.kvtc, asset().digest, MODEL)
     with pytest.raises(ModelError, match=r"asset\.representation"):
-        shelf.named(AssetKind.cachegen, asset().digest, OTHER)
+        registry.named(AssetKind.cachegen, asset().digest, OTHER)
     other = parse_asset(pack_asset(AssetKind.cachegen, MODEL, 1, {"x": TABLES["models"]}))
     with pytest.raises(InvalidRequestError, match=r"edition 1.*remove one"):
-        shelf.add(other)
+        registry.add(other)
     for edition in range(2, MAX_ASSETS + 1):
-        shelf.add(asset(edition=edition))
+        registry.add(asset(edition=edition))
     with pytest.raises(InvalidRequestError, match=f"assets={MAX_ASSETS}"):
-        shelf.add(asset(edition=MAX_ASSETS + 1))
-    shelf.add(asset(edition=3))
+        registry.add(asset(edition=MAX_ASSETS + 1))
+    registry.add(asset(edition=3))
 
 
 def test_a_damaged_file_is_refused_by_its_name(tmp_path: Path) -> None:
     (tmp_path / f"mine{SUFFIX}").write_bytes(packed()[:-1])
     with pytest.raises(InvalidRequestError, match=r"mine\.kvasset"):
-        AssetShelf().load_folder(tmp_path)
+        AssetRegistry().load_folder(tmp_path)
     with pytest.raises(InvalidRequestError, match="absent"):
         read_asset(tmp_path / "absent")
     with pytest.raises(InvalidRequestError, match="give a folder that exists"):
-        AssetShelf().load_folder(tmp_path / "absent")
+        AssetRegistry().load_folder(tmp_path / "absent")

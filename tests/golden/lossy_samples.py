@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import numpy as np
 from numpy.typing import NDArray
 
-from kvstore.codecs.assets import AssetKind, AssetShelf, pack_asset, parse_asset
+from kvstore.codecs.assets import AssetKind, AssetRegistry, pack_asset, parse_asset
 from kvstore.codecs.base import LossyCodec, Part, codec_name
 from kvstore.codecs.cachegen import CachegenCodec
 from kvstore.codecs.kivi import KiviCodec
@@ -109,9 +109,9 @@ ASSET_FILES = {
 
 def codecs() -> Iterator[tuple[str, LossyCodec]]:
     """Yield the name of each golden file and the codec that wrote it."""
-    shelf = AssetShelf()
+    registry = AssetRegistry()
     for make in ASSET_FILES.values():
-        shelf.add(parse_asset(make()))
+        registry.add(parse_asset(make()))
     own = (KiviCodec(8), KiviCodec(4), KiviCodec(2))
-    for codec in (*own, CachegenCodec(1, shelf), KvtcCodec(1, shelf), StaticKvqCodec(1, shelf)):
+    for codec in (*own, CachegenCodec(1, registry), KvtcCodec(1, registry), StaticKvqCodec(1, registry)):
         yield f"{codec_name(codec.codec_id).replace(':', '-')}-r{codec.revision}.frame", codec

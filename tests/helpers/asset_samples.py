@@ -11,7 +11,7 @@ from contracts.codec import Tensors, template
 from contracts.lossy_codec import bits_of, largest_error
 
 from kvstore.codecs.asset_codec import AssetCodec
-from kvstore.codecs.assets import Asset, AssetKind, AssetShelf, pack_asset, parse_asset
+from kvstore.codecs.assets import Asset, AssetKind, AssetRegistry, pack_asset, parse_asset
 from kvstore.codecs.base import EncodedLayer, LayerTerms, LossyCodec, Part
 from kvstore.codecs.cachegen import CachegenCodec
 from kvstore.codecs.calibration import learn
@@ -101,10 +101,10 @@ class Samples:
 
     def shelved(self, *assets: Asset, quality: int = 1) -> AssetCodec:
         """Return a codec with *assets*; it encodes single layers by the first."""
-        shelf = AssetShelf()
+        registry = AssetRegistry()
         for asset in assets:
-            shelf.add(asset)
-        return self.codec(quality, shelf, assets[0] if assets else None)
+            registry.add(asset)
+        return self.codec(quality, registry, assets[0] if assets else None)
 
     def bound(self, quality: int = 1, *components: Component) -> AssetCodec:
         return self.shelved(self.calibrated(*components or (self.one,)), quality=quality)
