@@ -186,7 +186,10 @@ class AssetCodec(LossyCodec):
     default_quality: ClassVar[int] = 1
 
     def __init__(
-        self, quality: int | None = None, registry: AssetRegistry = ASSETS, asset: Asset | None = None
+        self,
+        quality: int | None = None,
+        registry: AssetRegistry = ASSETS,
+        asset: Asset | None = None,
     ) -> None:
         self.quality = self.default_quality if quality is None else quality
         if not 0 <= self.quality < QUALITY_COUNT:

@@ -113,5 +113,10 @@ def codecs() -> Iterator[tuple[str, LossyCodec]]:
     for make in ASSET_FILES.values():
         registry.add(parse_asset(make()))
     own = (KiviCodec(8), KiviCodec(4), KiviCodec(2))
-    for codec in (*own, CachegenCodec(1, registry), KvtcCodec(1, registry), StaticKvqCodec(1, registry)):
+    for codec in (
+        *own,
+        CachegenCodec(1, registry),
+        KvtcCodec(1, registry),
+        StaticKvqCodec(1, registry),
+    ):
         yield f"{codec_name(codec.codec_id).replace(':', '-')}-r{codec.revision}.frame", codec

@@ -345,6 +345,22 @@ def test_tables_of_each_kind_of_layer_are_in_the_name(tokenizer: Any) -> None:
     assert representation_of(cast, tokenizer) != before
 
 
+def test_tables_of_a_module_without_a_config_are_in_the_name(tokenizer: Any) -> None:
+    """As in custom models, whose rotary modules are made from numbers."""
+
+    class Rotary(torch.nn.Module):
+        def __init__(self, scale: float) -> None:
+            super().__init__()
+            self.register_buffer("inv_freq", scale / torch.arange(1.0, 9.0), persistent=False)
+
+    found = []
+    for scale in (1.0, 1.0, 2.0):
+        model = make_model("qwen2, biases")
+        model.model.layers[0].rotary = Rotary(scale)
+        found.append(representation_of(model, tokenizer))
+    assert found[0] == found[1] != found[2]
+
+
 def test_a_model_in_training_is_refused_by_name(connect: Connect) -> None:
     model = make_model("qwen2, biases")
     connector, ids = connect(model), random_ids(100, VOCABULARY)
