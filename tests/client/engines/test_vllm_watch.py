@@ -33,7 +33,7 @@ from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
 from kvstore.client.engines.vllm.messages import LoadSpec, Role, StepPlan
 from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.client.options import ClientOptions
-from kvstore.client.session import hangs, is_runnable, is_silent, peer_pid
+from kvstore.client.session import FIRST_PACE_S, hangs, is_runnable, is_silent, peer_pid
 from kvstore.proto.types import ChainDigest
 
 PROMPT, OTHER, THIRD = (prompt_tokens(number, 200) for number in (1, 2, 3))
@@ -294,9 +294,12 @@ def test_over_a_slow_link_a_load_with_a_deadline_ends_while_computing_is_still_i
     # A session that is still being opened over so slow a link is given up as a hang.
     client = engine.workers[0]._connector.client
     assert eventually(lambda: client.is_connected)
+    session = client._link.connected().session
+    # The first measurement replaces the pace, later ones only raise it.
+    assert eventually(lambda: session.pace_s != FIRST_PACE_S)
     link.bytes_per_s = 2000.0
     # So is one that turns this slow all at once. This one answered slowly all the time.
-    client._link.connected().session.pace_s = 1.0
+    session.pace_s = 1.0
     request = with_deadline("b", 300)
     chunks, took_s = loaded(engine, request)
     assert chunks < len(LONG) // 64
