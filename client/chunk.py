@@ -24,7 +24,6 @@ from kvstore.codecs.block_part import BlockPart, BlockStack
 from kvstore.proto.errors import (
     InvalidRequestError,
     LayoutMismatchError,
-    TierUnavailableError,
     is_whole,
 )
 from kvstore.proto.frame import FrameTemplate
@@ -136,18 +135,16 @@ def copying(*tensors: torch.Tensor) -> Iterator[None]:
     """
     import torch
 
+    from kvstore.proto.device import device_errors
+
     def settle() -> None:
         for device in {tensor.device for tensor in tensors} if torch.cuda.is_available() else ():
             torch.cuda.synchronize(device)
 
-    try:
-        with torch.inference_mode():  # else an engine's tensors are not writable
-            settle()
-            yield
-            settle()
-    except RuntimeError as error:
-        reason = str(error).partition("\n")[0]
-        raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
+    with device_errors(), torch.inference_mode():  # else an engine's tensors are not writable
+        settle()
+        yield
+        settle()
 
 
 def to_host(tensor: Any) -> Any:
