@@ -27,6 +27,7 @@ from typer.core import TyperGroup
 from typing_extensions import override
 
 from kvstore.proto import __version__
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -34,6 +35,7 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     printable,
 )
+from kvstore.proto.types import Model
 
 if TYPE_CHECKING:  # keeps --help fast
     from rich.console import Console, ConsoleOptions, RenderResult
@@ -41,7 +43,6 @@ if TYPE_CHECKING:  # keeps --help fast
     from kvstore.client.client import Client
     from kvstore.client.connection import Connection
     from kvstore.client.options import Access
-    from kvstore.proto.types import Model
 
 EXIT_NOT_HELD = 1
 EXIT_USAGE = 2
@@ -84,9 +85,9 @@ def _options(prefix: str = "") -> list[Parameter]:
 
     def option(name: str, text: str, metavar: str = "FILE", has_env: bool = False) -> Parameter:
         env = f"{prefix}{name.upper()}" if prefix and has_env else None
-        flag = f"--{name.replace('_', '-')}"
-        found = Option(flag, metavar=metavar, help=text, envvar=env)
-        return _parameter(name, Annotated[str | None, found])
+        kind = Path if metavar == "FILE" else str
+        found = Option(metavar=metavar, help=text, envvar=env)
+        return _parameter(name, Annotated[kind, found])
 
     tls = Option("--tls", help="Connect over TLS; verify the server with the system's CAs.")
     return [
@@ -132,11 +133,9 @@ def server_address() -> str:
 
 def given_access() -> Access:
     """Return the access by the given options. Raises InvalidRequestError."""
-    from kvstore.client.options import OPEN, Access
+    from kvstore.client.options import Access
 
-    given = {name: value for name, value in _given.get({}).items() if name != "address"}
-    files: dict[str, Any] = {name: Path(value) for name, value in given.items() if name != "tls"}
-    return Access("tls" in given, **files) if given else OPEN
+    return Access(**{name: value for name, value in _given.get({}).items() if name != "address"})
 
 
 @contextmanager
@@ -149,10 +148,9 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
     try:
         yield connection
     except (TierUnavailableError, DeadlineError) as error:
-        if isinstance(error, DeadlineError) and connection.answers(PROBE_S):
-            raise  # only this call was too slow
-        if isinstance(error, TierUnavailableError) and not is_gone(error):
-            raise  # the server responds, one of its tiers does not
+        is_late = isinstance(error, DeadlineError)
+        if connection.answers(PROBE_S) if is_late else not is_gone(error):
+            raise  # only this call was too slow, or one of the server's tiers does not respond
         reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of its attempts
         if "Socket closed" in reason and not access.tls:
             reason += "; if the server uses TLS, give --ca or --tls"
@@ -178,8 +176,6 @@ def rpc(
     connection: Connection, method: str, deadline_ms: int = DEADLINE_MS, /, **fields: Any
 ) -> Any:
     """Return the reply to *method* with a request of *fields*. Raises KVStoreErrors."""
-    from kvstore.proto import kvstore_pb2 as pb
-
     kind = pb.DESCRIPTOR.services_by_name["KVStore"].methods_by_name[method]
     request, reply = getattr(pb, kind.input_type.name), getattr(pb, kind.output_type.name)
     return connection.call(method, request(**fields), deadline_ms, reply)
@@ -436,10 +432,6 @@ class Grid:
         ]
         self._wraps = wraps
 
-    def __bool__(self) -> bool:
-        """Return whether there are rows."""
-        return bool(self._rows)
-
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
         """Render for *console*; without a terminal, lines of any length."""
         from rich.cells import cell_len, set_cell_size
@@ -490,26 +482,18 @@ def show(data: object, text: Iterable[str | Grid], as_json: bool, *, held: bool 
         raise typer.Exit(EXIT_NOT_HELD)
 
 
-def as_dict(found: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass or a protobuf message for JSON.
+def as_dict(value: Any) -> Any:
+    """Return a dataclass or a protobuf message, or a value of its fields, for JSON.
 
-    Bytes become hexadecimal digits, enumerations their names, unset fields null. The ``server``
-    field of each message is omitted.
+    Bytes become hexadecimal digits, enumerations their names. The ``server`` field of each message
+    is omitted.
     """
-    if is_dataclass(found):
-        names = [field.name for field in fields(found)]
-        return {name.removeprefix("is_"): _as_json(getattr(found, name)) for name in names}
-    values = {}
-    for field in found.DESCRIPTOR.fields:
-        is_absent = field.message_type and not field.is_repeated and not found.HasField(field.name)
-        values[field.name] = None if is_absent else _as_json(getattr(found, field.name))
-    values.pop("server", None)
-    return values
-
-
-def _as_json(value: Any) -> Any:
-    if hasattr(value, "DESCRIPTOR") or is_dataclass(value):
-        return as_dict(value)
+    if is_dataclass(value):
+        names = [field.name for field in fields(value)]
+        return {name.removeprefix("is_"): as_dict(getattr(value, name)) for name in names}
+    if hasattr(value, "DESCRIPTOR"):
+        names = [field.name for field in value.DESCRIPTOR.fields if field.name != "server"]
+        return {name: as_dict(getattr(value, name)) for name in names}
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, bytes):
@@ -517,7 +501,7 @@ def _as_json(value: Any) -> Any:
     if hasattr(value, "items"):
         return dict(sorted(value.items()))
     is_row = hasattr(value, "__len__") and not isinstance(value, str)
-    return list(map(_as_json, value)) if is_row else value
+    return list(map(as_dict, value)) if is_row else value
 
 
 def readable_size(size_bytes: float) -> str:

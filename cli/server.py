@@ -12,8 +12,9 @@ import typer
 from typer import Option
 
 from kvstore.cli import app
+from kvstore.cli.calibrate import gate_line
 from kvstore.cli.chunks import Namespace, Selection
-from kvstore.proto.errors import PermissionDeniedError, printable
+from kvstore.proto.errors import PermissionDeniedError
 
 if TYPE_CHECKING:  # keeps --help fast
     from kvstore.client.connection import Connection
@@ -55,11 +56,8 @@ def look_at(address: str, now: ServerStatus, before: ServerStatus | None = None)
         return now.counters.get(name, 0) - then.get(name, 0)
 
     named = counted("lookup_chunks")
-    found = {"address": address} | app.as_dict(now)
-    found |= {
-        "counted_s": seconds,
-        "hit_ratio": counted("lookup_ready_chunks") / named if named > 0 else None,
-    }
+    found: dict[str, Any] = {"address": address} | app.as_dict(now) | {"counted_s": seconds}
+    found["hit_ratio"] = counted("lookup_ready_chunks") / named if named > 0 else None
     for name in ("lookups", "get_bytes", "put_bytes", "evicted_chunks"):
         found[f"{name}_per_s"] = counted(name) / seconds if seconds > 0 else 0.0
     del found["boot_id"]
@@ -105,8 +103,6 @@ def status_text(found: dict[str, Any], everything: bool) -> Iterator[str | app.G
 
 
 def _details(found: dict[str, Any]) -> Iterator[str | app.Grid]:
-    from kvstore.cli.calibrate import gate_line
-
     tiers, size, limits = found["tiers"], app.readable_size, ("quota_bytes", "guaranteed_bytes")
     scales = sorted({scale for tier in tiers for scale in tier["what_if"]}, key=float)
     curves = (
@@ -174,7 +170,6 @@ def watch_status(
     """Show the status until interrupted: in place on a terminal, else appended."""
     from rich.console import Group
     from rich.live import Live
-    from rich.text import Text
 
     console, before = app.open_console(), None
     with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
@@ -187,8 +182,7 @@ def watch_status(
             if as_json:
                 print(json.dumps(found), flush=True)
             elif console.is_terminal:
-                texts = (Text(printable(p)) if isinstance(p, str) else p for p in parts)
-                live.update(Group(*texts), refresh=True)
+                live.update(Group(*parts), refresh=True)
             else:
                 console.print(*parts, "", sep="\n")
             before = now
