@@ -94,8 +94,7 @@ def bench(
     transport: Annotated[
         Literal["auto", "shm", "tcp", "grpc"], Option(help="Transport of the chunks.")
     ] = "auto",
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Write, read back, verify and delete synthetic chunks; report throughput and latency.
 
     Exits with 1 unless all were read back intact.
@@ -140,7 +139,7 @@ def bench(
         f"{chunks} chunks of {app.readable_size(size)}: put {speeds[0]:.2f} GB/s, lookup"
         f" {lookup_ms:.2f} ms, get {speeds[1]:.2f} GB/s; {stored} stored, {right} verified"
     )
-    app.show(figures, [text], as_json, held=held)
+    return app.Shown(figures, [text], held)
 
 
 # --- codecs
@@ -159,8 +158,7 @@ def codecs(
         list[str] | None,
         Argument(help="Codecs, such as kvq:2; default: all.", autocompletion=complete_codecs),
     ] = None,
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Measure each codec on this machine, and the link speed up to which it pays."""
     from kvstore.codecs.base import NAMES_BY_ID, codec_by_name
     from kvstore.codecs.speed import make_sample, measure
@@ -193,4 +191,4 @@ def codecs(
         " (slower links gain); full: the same if decoding runs beside the next load."
     )
     shown: list[str | app.Grid] = [app.Grid(headings, cells), *reasons, text]
-    app.show({"codecs": rows, "not_measured": missing}, shown, as_json)
+    return app.Shown({"codecs": rows, "not_measured": missing}, shown)

@@ -236,8 +236,7 @@ def ls(  # noqa: PLR0913 - each is an option
     limit: Annotated[int, app.number("Chunks of a page.", 1, MAX_LISTED)] = 100,
     after: Annotated[str, Option(metavar="HEX", help="Continue after this digest.")] = "",
     spaces: Annotated[bool, Option("--spaces", help="List the namespaces only.")] = False,
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """List chunks: their tiers, sizes, last use, hits and holders.
 
     Chunks are listed by namespace, in digest order, a page at a time. With --spaces an admin may
@@ -255,15 +254,13 @@ def ls(  # noqa: PLR0913 - each is an option
             )
             for one in found
         )  # fmt: skip
-        app.show(
-            {"address": address, "spaces": rows}, [app.Grid(headings, cells, wraps=3)], as_json
-        )
-        return
+        table = app.Grid(headings, cells, wraps=3)
+        return app.Shown({"address": address, "spaces": rows}, [table])
     begun = check_digits("prefix", prefix) if prefix else ""
     last = check_digits("after", after) if after else ""
     with Selection(address, namespace, model, tenant).clients() as clients:
         pages = list(_pages(clients, begun, last, limit))
-        app.show({"address": address, "spaces": pages}, _page_text(pages), as_json)
+    return app.Shown({"address": address, "spaces": pages}, _page_text(pages))
 
 
 def _pages(
@@ -329,8 +326,7 @@ def stat(
     namespace: Namespace = "",
     model: ModelFile = None,
     tenant: Tenant = "",
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Show a chunk's metadata, and verify its bytes.
 
     Exits with 1 if it is not found, or is damaged; the server then drops it.
@@ -359,7 +355,7 @@ def stat(
         data["representation"] = json_format.MessageToDict(
             model_message, preserving_proto_field_name=True
         )
-        app.show(data, _stat_text(data), as_json, held=header is not None)
+    return app.Shown(data, _stat_text(data), held=header is not None)
 
 
 def _stat_text(chunk: dict[str, Any]) -> Iterator[str | app.Grid]:
@@ -398,15 +394,14 @@ def _stat_text(chunk: dict[str, Any]) -> Iterator[str | app.Grid]:
 
 
 @app.command("pin", exits="0 1 2 3", example="3fa95c --for 2h", section="Change")
-def pin(  # noqa: PLR0913 - each is an option
+def pin(
     address: str,
     keys: Keys = None,
     prefix: Prefix = "",
     namespace: Namespace = "",
     tenant: Tenant = "",
     duration: Annotated[str, Option("--for", metavar="TIME", help="30s, 2h; at most 24h.")] = "1h",
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Protect chunks from eviction for a time; exits with 1 unless all are stored.
 
     The server limits pins, and drops them when it stops.
@@ -421,7 +416,7 @@ def pin(  # noqa: PLR0913 - each is an option
         fix = "give a time such as 30s, 10min or 2h; at most 24h"
         raise InvalidRequestError("for", duration, fix)
     selection = Selection(address, namespace, tenant=tenant)
-    _keep(selection, keys or [], prefix, lambda c, some: c.pin(keys=some, ttl=ttl_s), as_json)
+    return _keep(selection, keys or [], prefix, lambda c, some: c.pin(keys=some, ttl=ttl_s))
 
 
 @app.command("unpin", exits="0 1 2 3", example="--prefix 3fa9", section="Change")
@@ -431,11 +426,10 @@ def unpin(
     prefix: Prefix = "",
     namespace: Namespace = "",
     tenant: Tenant = "",
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """End the pins of chunks; exits with 1 unless all had one."""
     selection = Selection(address, namespace, tenant=tenant)
-    _keep(selection, keys or [], prefix, lambda client, some: client.unpin(keys=some), as_json)
+    return _keep(selection, keys or [], prefix, lambda c, some: c.unpin(keys=some))
 
 
 def _keep(
@@ -443,8 +437,7 @@ def _keep(
     names: Sequence[str],
     prefix: str,
     work: Callable[[Client, Sequence[ChunkKey]], int],
-    as_json: bool,
-) -> None:
+) -> app.Shown:
     """Run *work* on the chunks called *names*, or those whose digests begin with *prefix*."""
     if bool(names) == bool(prefix):
         raise InvalidRequestError("keys", len(names), "give keys, or --prefix")
@@ -462,7 +455,7 @@ def _keep(
         done = sum(work(client, keys) for client, keys in chosen)
     count = len(names) or sum(len(keys) for _, keys in chosen)
     text = f"{done} of {count} chunks"
-    app.show({"done": done, "named": count}, [text], as_json, held=done >= count > 0)
+    return app.Shown({"done": done, "named": count}, [text], held=done >= count > 0)
 
 
 # --- clear
@@ -478,8 +471,7 @@ def clear(  # noqa: PLR0913 - each is an option
     everything: Annotated[bool, Option("--all", help="Chunks of all tenants (admins).")] = False,
     yes: app.Yes = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Only count what would be deleted.")] = False,
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Delete the chunks of a namespace, a tenant, a tier or all, except those in use or pinned.
 
     --tier alone deletes your tenant's copies on it; another --tenant is for admins. Prompts for
@@ -503,7 +495,7 @@ def clear(  # noqa: PLR0913 - each is an option
         would = _cleared_text(_run_clear(selection, fields, dry_run=True))
         app.confirm(f"{would}: {scope}{f' on {tier}' if tier else ''}. Continue?")
     data = _run_clear(selection, fields, dry_run=dry_run)
-    app.show(data, [_cleared_text(data)], as_json)
+    return app.Shown(data, [_cleared_text(data)])
 
 
 def _run_clear(selection: Selection, scope: dict[str, str], *, dry_run: bool) -> dict[str, Any]:

@@ -30,8 +30,7 @@ def explain(  # noqa: PLR0913 - each is an option
         list[str] | None, Option(metavar="HEX", help="Cache salt or image hash.")
     ] = None,
     recent: Annotated[int, app.number("The last N misses, and the engines' counts.", 0)] = 0,
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Explain why a prompt's chunks are hits or misses, or the latest misses.
 
     Without --model-representation it works on the server's host only.
@@ -47,7 +46,7 @@ def explain(  # noqa: PLR0913 - each is an option
     else:
         reply = _explained(selection, *_digests_named(selection, keys or []))
     found = _as_dict(address, reply)
-    app.show(found, _text(found), as_json)
+    return app.Shown(found, _text(found))
 
 
 # --- request

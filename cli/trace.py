@@ -105,8 +105,7 @@ def trace_replay(
     address: str,
     trace: Annotated[Path, Argument(help="JSONL, as simulate reads.")],
     chunk_bytes: Annotated[int, app.size("Size of each chunk.")] = 64 << 10,
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Replay a trace against a server, with synthetic chunks, and print its hits."""
     done = replay_trace(address, trace, chunk_bytes)
     rate = done.hit_blocks / done.blocks if done.blocks else 0.0
@@ -114,7 +113,7 @@ def trace_replay(
         f"{done.requests} requests in {done.spent_s:.1f} s: {done.hit_blocks} of {done.blocks}"
         f" blocks hit ({rate:.2%}), {done.stored} stored, {done.refused} refused"
     )
-    app.show(asdict(done) | {"block_hit_rate": rate}, [text], as_json)
+    return app.Shown(asdict(done) | {"block_hit_rate": rate}, [text])
 
 
 def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
@@ -154,7 +153,7 @@ def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
 @app.command(
     "simulate", exits="0 2", example="trace.jsonl --policy all --capacity 5%,10%", section="Measure"
 )
-def simulate(  # noqa: PLR0913 - each is an option
+def simulate(
     trace: Annotated[Path, Argument(help="JSONL: Mooncake's blocks or token segments.")],
     policy: Annotated[
         str, Option(metavar="P[,P]", help="Policies, or all.", autocompletion=_POLICIES)
@@ -167,8 +166,7 @@ def simulate(  # noqa: PLR0913 - each is an option
     count_from: Annotated[
         Literal["start", "half"], Option("--from", help="Where counting of hits starts.")
     ] = "start",
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Replay a trace on policies and capacities, and print the hits of each."""
     from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
 
@@ -195,4 +193,4 @@ def simulate(  # noqa: PLR0913 - each is an option
         for one in outcomes
     )  # fmt: skip
     rows = list(map(asdict, outcomes))
-    app.show(rows[0] if len(rows) == 1 else rows, [app.Grid(headings, cells)], as_json)
+    return app.Shown(rows[0] if len(rows) == 1 else rows, [app.Grid(headings, cells)])
