@@ -363,8 +363,8 @@ class PageStore(Connector):
         model, shard = kv_model(pool, rank, settings), None
         if not rank.is_mla and rank.tp_size > 1:
             shard = Shard.of_rank(model, rank.tp_rank, rank.tp_size)
-        client = Client(settings.address, model, settings.options(pool.page_size))
-        super().__init__(client, shard=shard)
+        options = settings.options(pool.page_size, shard=shard)
+        super().__init__(Client(settings.address, model, options))
 
     def count(self, hashes: Sequence[str]) -> int:
         """Return the length of the longest stored prefix of *hashes*."""
@@ -375,8 +375,7 @@ class PageStore(Connector):
         """Read the longest stored prefix of *hashes* into *places*; return its page count."""
 
         def get() -> int:
-            keys = self.keys_of(digests_of(hashes))
-            return len(self.client.get_chunks(keys, places, shard=self.shard))
+            return len(self.client.get_chunks(self.keys_of(digests_of(hashes)), places))
 
         read = self.guard(get, 0)
         tokens = self._pool.page_size

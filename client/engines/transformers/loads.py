@@ -19,7 +19,7 @@ from kvstore.client.chunk import LayerTensors, to_arrays
 from kvstore.client.client import Client
 from kvstore.client.decode import Layer
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import Allowed, LoadRequest, Prefix, Span
+from kvstore.client.engines.prefix import Allowed, Prefix, Span
 from kvstore.client.engines.transformers import cache as caches
 from kvstore.client.engines.transformers.cache import CacheShape, Held, Nested, copy
 from kvstore.client.engines.transformers.identity import WeightsChange
@@ -234,10 +234,9 @@ class PrefixLoad:
             within = Deadline(call.deadline_ms / 1000, self._beside(failed), 0, call.began_s)
         self.in_layers &= can_wait and within is None and not is_compiled(link.model)
         read = partial(self._read, within)
-        request = LoadRequest(len(self.tokens), link.shape.has_ends, within)
         with nullcontext() if link.staging is None else link.staging.lock:
             self.prefix, self._reason = self._connector.attempt(
-                self.tokens, read, call.extra, call.allowed, request
+                self.tokens, read, call.extra, call.allowed, link.shape.has_ends, within
             )
         prefix, held, self._held = self.prefix, self._held, None
         if held is not None and prefix.hit_tokens:
