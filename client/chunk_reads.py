@@ -236,11 +236,11 @@ def read_frame(
             deadline_ms=deadline_ms,
             min_accuracy=accuracy_number(accuracy),
         )
-        parts = map(arrival_of, link.connection.stream("Get", request, deadline_ms))
-        found = list(FrameAssembler(MAX_FRAME_BYTES).frames(parts))
-        if not found:
+        with closing(link.connection.stream("Get", request, deadline_ms)) as replies:
+            found = next(FrameAssembler(MAX_FRAME_BYTES).frames(map(arrival_of, replies)), None)
+        if found is None:
             return None
-        data = np.asarray(found[0].data)
+        data = np.asarray(found.data)
         try:
             header = check_header(session, key, data, len(data), accuracy)
             check_frame(data, key)
@@ -259,7 +259,8 @@ def list_chunks(link: ServerLink, request: pb.ListRequest) -> Sequence[pb.ChunkS
 
     def work(transport: Transport, left_ms: LeftMs) -> Sequence[pb.ChunkStat]:
         request.session_id = transport.session.terms.session_id
-        pages = link.connection.stream("List", request, left_ms())
-        return [chunk for page in pages for chunk in page.chunks]
+        with closing(link.connection.stream("List", request, left_ms())) as pages:
+            chunks = (chunk for page in pages for chunk in page.chunks)
+            return list(islice(chunks, request.limit or None))
 
     return link.run(work)

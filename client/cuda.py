@@ -16,7 +16,6 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from threading import Lock
-from typing import TypeVar
 
 import structlog
 import torch
@@ -39,12 +38,12 @@ from kvstore.client.transports.base import (
 from kvstore.client.transports.shared_memory import ShmTransport, Slabs
 from kvstore.client.transports.unix_rpc import ENTER_WITHIN_S
 from kvstore.codecs.frame_kernels import open_kernels
-from kvstore.codecs.paged import FrameAt, Paged, Sums
+from kvstore.codecs.paged import FrameAt, Paged
 from kvstore.codecs.raw import raw_header
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.device import Device, Event, Imported, open_device
+from kvstore.proto.device import Device, Event, Imported, device_errors, open_device
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -60,7 +59,6 @@ from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, unpack_places
 
 MAX_FRAMES = 64
 """Limit of one PutDevice call; a larger put takes several."""
-T = TypeVar("T")
 
 logger = structlog.get_logger(__name__)
 
@@ -70,25 +68,19 @@ def open_arena(terms: SessionTerms, slabs: Slabs) -> Imported:
 
     Raises TierUnavailableError when it has none, or its device is not visible here.
     """
-    if not terms.arena_device:
+    identity, found = terms.arena_device, torch.device("cpu")  # a test's stand-in for a device
+    if not identity:
         raise TierUnavailableError("cuda", "the server shares no GPU memory: add tier gpu")
-    device = open_device(_find_device(terms.arena_device))
-    return device.import_memory(slabs.slab(ARENA_SLAB).data, terms.arena_bytes)
-
-
-def _find_device(identity: str) -> torch.device:
-    if identity == "cpu":  # a test's stand-in for a device
-        return torch.device("cpu")
-    seen = [
-        f"cuda:{torch.cuda.get_device_properties(at).uuid}"
-        for at in range(torch.cuda.device_count())
-    ]
-    if identity not in seen:
-        raise TierUnavailableError(
-            "cuda", f"the server's device {identity} is not among {seen or 'none'}:"
-            " run on it, or use another transport",
-        )  # fmt: skip
-    return torch.device("cuda", seen.index(identity))
+    if identity != "cpu":
+        numbers = range(torch.cuda.device_count())
+        seen = [f"cuda:{torch.cuda.get_device_properties(at).uuid}" for at in numbers]
+        if identity not in seen:
+            raise TierUnavailableError(
+                "cuda", f"the server's device {identity} is not among {seen or 'none'}:"
+                " run on it, or use another transport",
+            )  # fmt: skip
+        found = torch.device("cuda", seen.index(identity))
+    return open_device(found).import_memory(slabs.slab(ARENA_SLAB).data, terms.arena_bytes)
 
 
 class DeviceRing:
@@ -147,17 +139,10 @@ class DeviceRing:
                 fix = f"give a multiple of {ALIGN_BYTES}, within {len(self.memory)} bytes"
                 raise InvalidRequestError("offset", (chunk.offset, stop), fix)
         frames = [FrameAt(c.offset, h, 0) for c, h in zip(chunks, bare, strict=True)]
-        begun: list[Sums] = []
         self.stream.wait(written)
-        self.stream.launch(lambda: begun.append(self._kernels.sums(self.memory, frames)))
+        begun = self.stream.launched(partial(self._kernels.sums, self.memory, frames))
         self.stream.record().synchronize()
-        return [_summed(header, sums) for header, sums in zip(bare, begun[0](), strict=True)]
-
-
-def _summed(header: FrameHeader, sums: Sequence[int]) -> FrameHeader:
-    segments = header.segments.copy()
-    segments["checksum"] = sums
-    return replace(header, segments=segments)
+        return list(map(raw_header, bare, begun[0]()))
 
 
 def _put_batch(
@@ -397,47 +382,34 @@ class CudaClient(Client):
                 raise TierUnavailableError("cuda", "the server is not on this host")
             with reader.lock:
                 reading = Reading(transport, reader, keys, paged, after, accuracy)
-                return self._read_with(transport, left_ms, reading, arrived)
+                with device_errors(), ExitStack() as stack:
+                    reading.run(_arriving(stack, transport, left_ms, reading, arrived))
+                if reading.broken is not None:
+                    self._link.quarantine(transport, reading.broken, left_ms)
+                return reading.done
 
         return self._link.run(work)
 
-    def _read_with(
-        self,
-        transport: CudaTransport,
-        left_ms: LeftMs,
-        reading: Reading,
-        arrived: Callable[[], None],
-    ) -> int:
-        try:
-            with ExitStack() as stack:
-                reading.run(_reporting(self._arriving(stack, transport, left_ms, reading), arrived))
-        except RuntimeError as error:  # from torch or cupy
-            reason = str(error).partition("\n")[0]
-            raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
-        if reading.broken is not None:
-            self._link.quarantine(transport, reading.broken, left_ms)
-        return reading.done
 
-    def _arriving(
-        self, stack: ExitStack, transport: CudaTransport, left_ms: LeftMs, reading: Reading
-    ) -> Iterator[Run]:
-        """Yield frames as they arrive, a batch at a time; *stack* ends the leases of all."""
-        terms, count = transport.session.terms, 0
-        digests = packed(reading.keys, terms.namespace)
-        for first, some in digest_batches(digests, terms.max_batch_chunks):
-            if count < first:
-                return
-            arriving = transport.get_on_device(some, left_ms(), reading.reader, reading.least)
-            for one in stack.enter_context(arriving):
-                count += len(one)
-                yield replace(one, index=first + one.index) if first else one
+def _arriving(
+    stack: ExitStack,
+    transport: CudaTransport,
+    left_ms: LeftMs,
+    reading: Reading,
+    arrived: Callable[[], None],
+) -> Iterator[Run]:
+    """Yield frames as they arrive, a batch at a time; *stack* ends the leases of all."""
+    terms, count = transport.session.terms, 0
+    digests = packed(reading.keys, terms.namespace)
+    for first, some in digest_batches(digests, terms.max_batch_chunks):
+        if count < first:
+            return
+        arriving = transport.get_on_device(some, left_ms(), reading.reader, reading.least)
+        for one in stack.enter_context(arriving):
+            count += len(one)
+            arrived()
+            yield replace(one, index=first + one.index) if first else one
 
 
 def _run_of(arrived: Arrival) -> Run:
     return Run(arrived.index, (), [arrived.data[:]], [arrived.confirm])
-
-
-def _reporting(arriving: Iterator[T], arrived: Callable[[], None]) -> Iterator[T]:
-    for one in arriving:
-        arrived()
-        yield one

@@ -387,17 +387,19 @@ class Range(NamedTuple):
 class LayerStream:
     """The replies to a ``layer_major`` get: headers of all frames, then segments layer by layer.
 
-    Thread-safe but for ``arriving`` and ``expect``, called first. A range that the replies skip
-    will not arrive. One of the waiting threads at a time reads *replies*, for all of them; a range
-    that has arrived is kept until it is taken. No header over *limit_bytes* is accepted. *end* ends
-    the replies: a thread that waits for one gets an error. With *is_cut*, raw segments lack the
-    rows that the request left out. Raises InvalidFrameError for invalid parts.
+    Thread-safe but for ``arriving`` and ``expect``, called first. Headers of *most* frames are
+    accepted. A range that the replies skip will not arrive. One of the waiting threads at a time
+    reads *replies*, for all of them; a range that has arrived is kept until it is taken. No header
+    over *limit_bytes* is accepted. *end* ends the replies: a thread that waits for one gets an
+    error. With *is_cut*, raw segments lack the rows that the request left out. Raises
+    InvalidFrameError for invalid parts.
     """
 
     def __init__(
         self,
         replies: Iterator[Arrival],
         limit_bytes: int,
+        most: int,
         *,
         is_cut: bool = False,
         end: Callable[[], None] = lambda: None,
@@ -407,6 +409,7 @@ class LayerStream:
         """End the replies."""
         self._replies = replies
         self._limit_bytes = limit_bytes
+        self._most = most
         self._held: Arrival | None = None
         self._plan: Sequence[Range] = ()
         self._numbers: dict[tuple[int, int], int] = {}
@@ -431,6 +434,8 @@ class LayerStream:
             if reply.offset or reply.index != len(found):
                 self._held = reply
                 break
+            if reply.index == self._most:
+                raise InvalidFrameError("index", reply.index, f"{self._most} were requested")
             if not 0 < len(data) <= size_bytes <= self._limit_bytes:
                 raise InvalidFrameError("frame_bytes", size_bytes, "over the session's limit")
             frame = LayeredFrame(self, reply.index, data, size_bytes)

@@ -25,7 +25,7 @@ from kvstore.proto.frame import FrameTemplate, raw_frame_bytes, stated_header_by
 from kvstore.proto.messages import accuracy_number, hints_to_message
 from kvstore.proto.plans import NO_HINTS, Hints
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import Accuracy, ChunkKey, ChunkShard, PutOutcome
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChunkKey, ChunkShard, PutOutcome
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,7 +235,8 @@ def read_layers(transport: Transport, plan: ReadPlan) -> Iterator[Iterator[Arriv
     with transport.read(replace(plan, layer_major=True)) as arriving:
         if arriving.is_layered:
             limit_bytes, is_cut = transport.session.terms.max_frame_bytes, plan.skipped is not None
-            stream = LayerStream(arriving.frames, limit_bytes, is_cut=is_cut, end=arriving.end)
+            frames, most = arriving.frames, len(plan.digests) // DIGEST_BYTES
+            stream = LayerStream(frames, limit_bytes, most, is_cut=is_cut, end=arriving.end)
             yield stream.arriving()
         else:
             yield arriving.frames
