@@ -148,7 +148,7 @@ class Client:
     @property
     def namespace(self) -> Namespace:
         """The first half of every key of this client; opens a session if there is none."""
-        return self._link.connected().session.terms.namespace
+        return self._link.connected().session.namespace
 
     @property
     def transport_name(self) -> str:
@@ -158,7 +158,7 @@ class Client:
     @property
     def boot_id(self) -> int:
         """The id of the server's start that the session belongs to."""
-        return self._link.connected().session.terms.boot_id
+        return self._link.connected().session.terms.server.boot_id
 
     @property
     def is_connected(self) -> bool:
@@ -207,7 +207,7 @@ class Client:
         if (tokens is None) == (keys is None):
             raise InvalidRequestError("keys", keys, "give either tokens or keys")
         if tokens is not None:
-            return self._names(self._link.connected(left_ms).session.terms.namespace, tokens)
+            return self._names(self._link.connected(left_ms).session.namespace, tokens)
         if not isinstance(keys, Sequence):
             raise not_keys(keys)
         return keys

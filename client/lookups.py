@@ -47,14 +47,14 @@ def look_up(
     total_ms = min(deadline_ms + wanted.wait_ms, MAX_DEADLINE_MS)
 
     def work(transport: Transport, left_ms: LeftMs) -> Found:
-        terms = transport.session.terms
+        session, terms = transport.session, transport.session.terms
         request = pb.LookupRequest()
         request.CopyFrom(wanted)
         request.session_id = terms.session_id
         matches: list[Match] = []
         places: list[bytes] = []
         try:
-            digests, limit = packed(keys, terms.namespace), terms.max_batch_chunks
+            digests, limit = packed(keys, session.namespace), terms.max_batch_chunks
             for _, part in digest_batches(digests, limit):
                 request.digests, request.deadline_ms = part, left_ms()
                 request.wait_ms = max(0, wanted.wait_ms - (total_ms - request.deadline_ms))

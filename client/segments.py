@@ -121,7 +121,7 @@ class SegmentMatch(Held):
         """
         FORKS.check(self._process, "the lease")
         transport, digests = self._link.connected(), [one.best.digest for one in chunks]
-        space = transport.session.terms.namespace
+        space = transport.session.namespace
         request = ChunkRequest(
             [chunk_key(space, digest) for digest in digests],
             fresh if out is None else given(out),

@@ -246,7 +246,8 @@ class ServerLink:
         def work(transport: Transport, left_ms: LeftMs) -> list[T]:
             terms, replies = transport.session.terms, list[T]()
             request.session_id = terms.session_id
-            for _, some in digest_batches(packed(keys, terms.namespace), terms.max_batch_chunks):
+            digests = packed(keys, transport.session.namespace)
+            for _, some in digest_batches(digests, terms.max_batch_chunks):
                 request.digests = some
                 replies.append(self.call(method, request, reply, left_ms()))
             return replies
@@ -263,9 +264,9 @@ class ServerLink:
         """Make the server check the chunk of *key*, which is wrong here, and delete it if damaged.
         Without time left this is up to the next reader of the chunk.
         """
-        terms = transport.session.terms
+        session_id = transport.session.terms.session_id
         request = pb.DeleteRequest(
-            session_id=terms.session_id, digests=packed([key], terms.namespace), if_damaged=True
+            session_id=session_id, digests=key[DIGEST_BYTES:], if_damaged=True
         )
         with suppress(KVStoreError):
             self.call("Delete", request, pb.DeleteResponse, left_ms())

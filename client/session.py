@@ -12,7 +12,6 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -23,7 +22,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.keys import representation_digest
-from kvstore.proto.messages import as_message, as_value
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import Model, Namespace
 
 _BEATS_PER_LIFETIME = 3
@@ -48,29 +47,6 @@ _RUNNING = ("R", "D")
 """States of a thread that has, or waits for, a core or a disk (proc(5))."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionTerms:
-    """The server's terms of the session."""
-
-    session_id: int
-    boot_id: int
-    namespace: Namespace
-    heartbeat_ms: int
-    max_frame_bytes: int
-    max_batch_chunks: int
-    host_id: str
-    socket_path: str
-    attach_token: bytes
-    bulk_address: str
-    bulk_certificate: bytes
-    arena_device: str
-    arena_bytes: int
-    server_pid: int
-    pid_namespace: int
-    weighs: bool = False
-    """Whether it uses ``Chunk.importance``."""
-
-
 class Session:
     """One open session. A daemon thread sends its heartbeats until ``close``.
 
@@ -91,7 +67,7 @@ class Session:
         self.representation = representation
         self.representation_digest = representation_digest(representation)
         self.options = options
-        reply = connection.call(
+        self.terms = terms = connection.call(
             "OpenSession",
             pb.OpenSessionRequest(
                 representation=as_message(pb.Representation, representation),
@@ -102,11 +78,10 @@ class Session:
             deadline_ms or options.deadline_ms,
             pb.OpenSessionResponse,
         )
-        self.peers: Sequence[int] = list(reply.peers)
+        self.namespace = Namespace(terms.key_namespace)
+        self.peers: Sequence[int] = list(terms.peers)
         """Other servers that this one would grant access to, as last known."""
-        space, boot_id = Namespace(reply.key_namespace), reply.server.boot_id
-        self.terms = as_value(SessionTerms, reply, namespace=space, boot_id=boot_id)
-        if not (reply.max_message_bytes and reply.heartbeat_ms and reply.max_batch_chunks):
+        if not (terms.max_message_bytes and terms.heartbeat_ms and terms.max_batch_chunks):
             raise InvalidRequestError("server", connection.address, "it sent invalid session terms")
         self.pace_s = FIRST_PACE_S
         """The time of the slowest recent answer, decaying."""
@@ -125,16 +100,10 @@ class Session:
             try:
                 self._queue.get(timeout=period_s)()
             except Empty:
-                self._beat_once()
-
-    def _beat_once(self) -> None:
-        self.measure_pace()
-        if self._is_closed:
-            return
-        try:
-            self.heartbeat()
-        except KVStoreError:
-            return  # the next call fails and opens another session
+                self.measure_pace()
+                if not self._is_closed:
+                    with suppress(KVStoreError):  # the next call fails and opens another session
+                        self.heartbeat()
 
     def run_last(self, last: Callable[[], None]) -> None:
         """Run *last*, which closes the session, in the heartbeat thread. Takes no lock."""
@@ -174,12 +143,9 @@ class Session:
             self._thread.join()
         if notify_server:
             request = pb.CloseSessionRequest(session_id=self.terms.session_id)
-            try:
-                self.connection.call(
-                    "CloseSession", request, self.options.deadline_ms, pb.CloseSessionResponse
-                )
-            except KVStoreError:
-                return
+            within_ms = self.options.deadline_ms
+            with suppress(KVStoreError):
+                self.connection.call("CloseSession", request, within_ms, pb.CloseSessionResponse)
 
 
 def peer_pid(link: socket.socket) -> int:
@@ -208,7 +174,7 @@ def _state(thread: Path) -> str:
         return ""
 
 
-def hangs(terms: SessionTerms, pid: int) -> bool:
+def hangs(terms: pb.OpenSessionResponse, pid: int) -> bool:
     """Whether the server of *terms*, process *pid*, neither answers nor runs. Takes 20 ms at most.
 
     Delays of this process only give the server more time.
@@ -218,24 +184,18 @@ def hangs(terms: SessionTerms, pid: int) -> bool:
         try:
             link.connect(terms.socket_path)
             link.send(unix_socket.Request(unix_socket.Op.hello, terms.session_id).pack())
-            link.recv(unix_socket.GREETING_BYTES)
-            return False
-        except TimeoutError:
-            pass
+            for _ in range(2):
+                with suppress(TimeoutError):
+                    link.recv(unix_socket.GREETING_BYTES)
+                    return False
+                if is_runnable(pid):
+                    return False
+                link.settimeout(GRACE_S)
         except BlockingIOError:
             return not is_runnable(pid)  # its listen backlog is full
         except OSError:
             return False  # it is gone: its sockets report that
-        if is_runnable(pid):
-            return False
-        link.settimeout(GRACE_S)
-        try:
-            link.recv(unix_socket.GREETING_BYTES)
-        except TimeoutError:
-            return True
-        except OSError:
-            return False
-        return False
+    return True
 
 
 def is_silent(connection: Connection, pace_s: float = FIRST_PACE_S) -> bool:

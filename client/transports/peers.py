@@ -104,11 +104,10 @@ class PeerReads:
             self._session.options.deadline_ms,
             pb.LendPeerResponse,
         )
-        space = self._session.terms.namespace
         guest = pb.StreamAttach(
             session_id=reply.session_id,
             token=reply.token,
-            key_namespace=space,
+            key_namespace=self._session.namespace,
             until_s=reply.until_s,
         )
         entrance = Entrance(reply.bulk_address, reply.bulk_certificate, guest)
@@ -146,7 +145,7 @@ class PeerReads:
                     return first
                 get = pb.GetRequest(
                     session_id=lender.session_id,
-                    key_namespace=terms.namespace,
+                    key_namespace=self._session.namespace,
                     digests=digests,
                     deadline_ms=max(1, int(1000 * (deadline - time.monotonic()))),
                 )

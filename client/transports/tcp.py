@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S, Pool, Until
 from kvstore.client.frames import Arrival, FrameAssembler, Payload, received
-from kvstore.client.session import Session, SessionTerms
+from kvstore.client.session import Session
 from kvstore.client.transports.base import (
     Arrivals,
     Outgoing,
@@ -72,7 +72,7 @@ class Entrance:
     attach: pb.StreamAttach
 
     @classmethod
-    def of(cls, terms: SessionTerms, address: str) -> Entrance:
+    def of(cls, terms: pb.OpenSessionResponse, address: str) -> Entrance:
         """Return that of the session's own server, which was reached at *address*."""
         host = address.rpartition(":")[0].rpartition("/")[2]
         where = terms.bulk_address.replace("*", host or "127.0.0.1")

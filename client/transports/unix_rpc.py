@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 from google.protobuf.message import DecodeError
 
 from kvstore.client.connection import SLACK_S, Connection, Pool, Until
-from kvstore.client.session import SessionTerms
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import (
     DeadlineError,
@@ -91,7 +91,7 @@ class UnixRpc:
     methods, or finds the socket gone or ``links`` closed goes through gRPC.
     """
 
-    def __init__(self, terms: SessionTerms, connection: Connection) -> None:
+    def __init__(self, terms: pb.OpenSessionResponse, connection: Connection) -> None:
         self._connection = connection
         self._clock = connection.clock
         join = partial(enter, terms, unix_socket.Op.join)
@@ -203,7 +203,7 @@ class UnixRpc:
 
 
 def enter(
-    terms: SessionTerms,
+    terms: pb.OpenSessionResponse,
     op: unix_socket.Op,
     within_s: float,
     begin: Callable[[Link], None] = lambda link: None,
@@ -232,7 +232,7 @@ def enter(
 
 
 def _enter(
-    link: Link, terms: SessionTerms, op: unix_socket.Op, memory: tuple[int, int] | None
+    link: Link, terms: pb.OpenSessionResponse, op: unix_socket.Op, memory: tuple[int, int] | None
 ) -> Reply:
     """Return the reply of the server, which first proves that it is the session's.
 

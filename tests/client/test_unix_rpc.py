@@ -8,7 +8,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -117,8 +116,8 @@ class Setting:
             self.connection, SMALL, ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS)
         )
         self.path = folder / "false.sock"
-        terms = replace(self.session.terms, socket_path=str(self.path))
-        self.link = UnixRpc(terms, self.connection)
+        self.session.terms.socket_path = str(self.path)
+        self.link = UnixRpc(self.session.terms, self.connection)
         self.keys = store(server.connect("grpc"), 1, 2)
         self.false: FalseServer | None = None
 
@@ -413,13 +412,12 @@ def test_who_listens_in_another_process_than_the_session_s_server_hears_nothing(
     setting: Setting,
 ) -> None:
     false = setting.serve(lambda _: lookup_answer())
-    terms = replace(setting.session.terms, socket_path=str(setting.path), server_pid=1)
-    setting.link = UnixRpc(terms, setting.connection)
+    setting.session.terms.server_pid = 1
     assert setting.look_up() == 2
     assert eventually(lambda: false.ended == 1)
     assert false.heard == []
-    elsewhere = terms.pid_namespace + 1  # where the number says nothing
-    setting.link = UnixRpc(replace(terms, pid_namespace=elsewhere), setting.connection)
+    setting.session.terms.pid_namespace += 1  # where the number says nothing
+    setting.link = UnixRpc(setting.session.terms, setting.connection)
     assert setting.look_up() == BY_SOCKET
 
 
