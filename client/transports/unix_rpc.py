@@ -8,7 +8,7 @@ import socket
 from collections import deque
 from collections.abc import Callable, Generator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
@@ -58,27 +58,19 @@ class Link(socket.socket):
 
 
 @dataclass(slots=True, eq=False)
-class CallQueue:
-    """Pipelined calls: each is sent before the earlier ones are answered, on one connection.
+class Sent:
+    """A call sent on *link*; if that is None, it goes through gRPC.
 
+    ``queue``: pipelined calls, each sent before the earlier ones are answered, on one connection.
     The server answers them with one thread, which is already awake for the next. On separate
     connections each would wake another thread, and their copies would compete. For one thread,
     which waits for the answers in the order of the calls.
     """
 
-    link: Link | None = None
-    """The connection, while answers are outstanding."""
-    unanswered: deque[Sent] = field(default_factory=deque)
-
-
-@dataclass(slots=True, eq=False)
-class Sent:
-    """A call sent on *link*; if that is None, it goes through gRPC."""
-
     method: str
     request: Any
     until: Until
-    queue: CallQueue | None
+    queue: deque[Sent] | None
     link: Link | None = None
     is_over: bool = False
     """Whether its last answer has arrived, so that the connection is free."""
@@ -103,7 +95,7 @@ class UnixRpc:
         return answer
 
     def send(
-        self, method: str, request: Any, deadline_ms: int, queue: CallQueue | None = None
+        self, method: str, request: Any, deadline_ms: int, queue: deque[Sent] | None = None
     ) -> Sent:
         """Start *method*. Pass the result to ``wait``, once."""
         sent = Sent(method, request, Until(deadline_ms, self._clock(), self._clock), queue)
@@ -111,7 +103,7 @@ class UnixRpc:
         if not 0 < len(packet) <= MAX_PACKET_BYTES:
             return sent
         self._connection.breaker.check()
-        link = queue.link if queue is not None else None
+        link = queue[-1].link if queue else None
         with suppress(DeadlineError, TierUnavailableError):
             link = link or self.links.take(sent.until.left_s(SLACK_S) / 2)
         if link is None:
@@ -126,8 +118,7 @@ class UnixRpc:
             if sent.link is None:
                 self.links.give_back(link, is_clean=False)
         if queue is not None:
-            queue.link = link
-            queue.unanswered.append(sent)
+            queue.append(sent)
         return sent
 
     def wait(self, sent: Sent) -> Any:
@@ -135,15 +126,12 @@ class UnixRpc:
         link, queue = sent.link, sent.queue
         if link is not None:
             if queue is not None:
-                assert sent is queue.unanswered[0], "answers are awaited in call order"
-                queue.unanswered.popleft()
+                assert sent is queue[0], "answers are awaited in call order"
+                queue.popleft()
             try:
                 reply = self._receive(sent, link)
             finally:
-                is_last = queue is None or not (sent.is_over and queue.unanswered)
-                if is_last and queue is not None and link is queue.link:
-                    queue.link = None
-                if is_last:
+                if not (sent.is_over and queue):
                     self.links.give_back(link, is_clean=sent.is_over)
             if sent.is_over:
                 return reply
@@ -170,8 +158,8 @@ class UnixRpc:
     def _receive(self, sent: Sent, link: Link) -> Any:
         """Return the next message of an answer, joined if it was cut; None if it is invalid.
 
-        Unless ``sent.is_over`` afterwards, do not use *link* again: a late answer must not be taken
-        for the next call's. Raises the server's errors, DeadlineError.
+        Unless ``sent.is_over``, do not use *link* again: a late answer must not be taken for the
+        next call's. Raises the server's errors, DeadlineError.
         """
         parts: list[bytes] = []
         breaker = self._connection.breaker

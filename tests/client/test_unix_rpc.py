@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
@@ -19,7 +20,7 @@ from helpers.socket_peer import Listener
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.client.session import Session
-from kvstore.client.transports.unix_rpc import CallQueue, UnixRpc
+from kvstore.client.transports.unix_rpc import Sent, UnixRpc
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import (
@@ -148,7 +149,7 @@ class Setting:
         return self.link.call("Lookup", self.request(), deadline_ms, pb.LookupResponse).ready
 
     def sent(
-        self, request: pb.LookupRequest, deadline_ms: int, queue: CallQueue | None = None
+        self, request: pb.LookupRequest, deadline_ms: int, queue: deque[Sent] | None = None
     ) -> Callable[[], pb.LookupResponse]:
         """Send a Lookup; the returned function waits for its answer."""
         return partial(self.link.wait, self.link.send("Lookup", request, deadline_ms, queue))
@@ -201,7 +202,7 @@ def number_of(message: bytes) -> list[Packet]:
 def test_calls_in_a_queue_share_a_connection_and_each_has_its_own_answer(setting: Setting) -> None:
     failure = [pack_failure("LeaseExpiredError", "gone")]
     false = setting.serve(lambda message: failure if message[-1] == 5 else number_of(message))
-    queue = CallQueue()
+    queue = deque[Sent]()
     waits = [setting.sent(numbered(n), DEADLINE_MS, queue) for n in range(6)]
     assert eventually(lambda: len(false.calls) == 6)
     assert waits[0]().ready == 0
@@ -222,7 +223,7 @@ def test_queue_that_lost_its_connection_goes_on_by_grpc_and_a_new_one(
     setting: Setting,
 ) -> None:
     false = setting.serve(lambda message: [HANG_UP])
-    queue = CallQueue()
+    queue = deque[Sent]()
     waits = [setting.sent(setting.request(), DEADLINE_MS, queue) for _ in range(3)]
     assert [wait().ready for wait in waits] == [2, 2, 2]  # the true server's word
     false.answer = number_of
@@ -233,7 +234,7 @@ def test_queue_that_lost_its_connection_goes_on_by_grpc_and_a_new_one(
 def test_silence_ends_all_calls_of_a_queue_after_one_deadline(setting: Setting) -> None:
     false = setting.serve_one()
     false.answer = lambda _: []
-    queue = CallQueue()
+    queue = deque[Sent]()
     waits = [setting.sent(setting.request(), SOON_MS, queue) for _ in range(3)]
     with pytest.raises(DeadlineError):
         waits[0]()
