@@ -13,7 +13,7 @@ from kvstore.client.chunk_reads import ChunkRequest, read_layers
 from kvstore.client.decode import Layer, fresh, given
 from kvstore.client.forks import FORKS
 from kvstore.client.lookups import Held
-from kvstore.client.server_link import LeftMs, ServerLink, batches
+from kvstore.client.server_link import LeftMs, ServerLink, batches, check_kind
 from kvstore.client.transports.base import Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import (
@@ -77,10 +77,9 @@ class FoundChunk:
 
 
 class SegmentMatch(Held):
-    """The stored chunks of a prompt's segments; leave the ``with`` to release them.
-
-    ``wanted`` are the segments of the whole prompt, including those between the given ranges, long
-    ones cut; ``found.segments`` has one for each. ``prompt_tokens`` is the prompt's length.
+    """The stored chunks of a prompt's segments; leave the ``with`` to release them. ``wanted`` are
+    the segments of the whole prompt, including those between the given ranges, long ones cut;
+    ``found.segments`` has one for each.
     """
 
     def __init__(
@@ -179,8 +178,7 @@ def find_segments(
 
 def report_reuse(link: ServerLink, report: ReuseReport) -> GateView:
     """See ``Client.report_reuse``."""
-    if not isinstance(report, ReuseReport):
-        raise InvalidRequestError("report", type(report).__name__, "give a ReuseReport")
+    check_kind("report", report, ReuseReport)
 
     def work(transport: Transport, left_ms: LeftMs) -> GateView:
         session_id, rest = transport.session.terms.session_id, ReuseReport(report.tag)

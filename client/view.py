@@ -30,7 +30,7 @@ from kvstore.proto.frame import (
     raw_frame_bytes,
 )
 from kvstore.proto.types import KEY_BYTES, ChunkKey, KVLayout
-from kvstore.proto.unix_socket import NOWHERE, PLACE_ROW, ROW_BYTES, Place, Reach, unpack_places
+from kvstore.proto.unix_socket import NOWHERE, PLACE_ROW, ROW_BYTES, Reach, unpack_places
 
 if TYPE_CHECKING:
     import torch
@@ -148,23 +148,6 @@ class ChunkView:
             self.confirm()
 
 
-def view_at(key: ChunkKey, place: Place, slab: SlabMap, whole: RawGeometry) -> ChunkView:
-    """Return the view of the raw frame of *key*, which has the geometry *whole* or is shorter.
-
-    *place* is in *slab*. Raises ChunkCorruptError if another chunk is there, InvalidFrameError.
-    """
-    frame = slab.data[place.offset : place.offset + place.size_bytes]
-    if frame[KEY_OFFSET : KEY_OFFSET + KEY_BYTES].tobytes() != key:
-        raise ChunkCorruptError(key, "its place holds another chunk")
-    # The server accepts frames only of the session's layout, with layers of full size: a frame of
-    # this length is a whole chunk, any other the last of a prompt.
-    is_whole = len(frame) == whole.frame_bytes
-    geometry = whole if is_whole else geometry_of(parse_header(frame).layout)
-    if len(frame) != geometry.frame_bytes:
-        raise ChunkCorruptError(key, f"{len(frame)} bytes of {geometry.frame_bytes}")
-    return ChunkView(key, slab, place.offset, place.generation, geometry)
-
-
 class LeasedViews:
     """Returns the view of each leased chunk by its index.
 
@@ -204,13 +187,22 @@ class LeasedViews:
         return ChunkView(self._keys[index], slab, start, generation, self._whole)
 
     def _check_one(self, index: int) -> ChunkView | None:
-        places = unpack_places(self._rows)
+        places, key, geometry = unpack_places(self._rows), self._keys[index], self._whole
         place = places[index] if index < len(places) else NOWHERE
         if place.reach != MEMORY:
             return None
         slab = self._slabs.slab_of(place)
         slab.confirm(place.offset, place.generation)
-        return view_at(self._keys[index], place, slab, self._whole)
+        frame = slab.data[place.offset : place.offset + place.size_bytes]
+        if frame[KEY_OFFSET : KEY_OFFSET + KEY_BYTES].tobytes() != key:
+            raise ChunkCorruptError(key, "its place holds another chunk")
+        # The server accepts frames only of the session's layout, with layers of full size: a frame
+        # of another length than a whole chunk is the last of a prompt.
+        if len(frame) != geometry.frame_bytes:
+            geometry = geometry_of(parse_header(frame).layout)
+        if len(frame) != geometry.frame_bytes:
+            raise ChunkCorruptError(key, f"{len(frame)} bytes of {geometry.frame_bytes}")
+        return ChunkView(key, slab, place.offset, place.generation, geometry)
 
     def _check_all(self) -> list[tuple[SlabMap, int, int] | None]:
         """Check the places of all whole chunks, a slab at a time: one by one takes twice as long.
