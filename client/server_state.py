@@ -11,6 +11,7 @@ import threading
 from collections.abc import AsyncGenerator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 from kvstore.client.forks import FORKS, EndedByForkError
@@ -29,10 +30,8 @@ PAGES_AHEAD = 16
 
 @dataclass(frozen=True, slots=True)
 class CopyStat:
-    """A copy of a chunk on a tier, as its codec wrote it.
-
-    With ``ranks`` only: by its ``policy`` the tier evicts ``before`` others first, or more with
-    ``at_least``, if the chunk was not among those ranked.
+    """A copy of a chunk on a tier. With ``ranks`` only: by its ``policy`` ``before`` others are
+    evicted first, or more with ``at_least``, if the chunk was not among those ranked.
     """
 
     tier: str
@@ -241,19 +240,16 @@ class EventStream:
                     page = page_from_message(message)
                     self._since = page.place
                     return page
-                self._end()
-            except LeaseExpiredError:
-                self._end()
-                if is_lost:
-                    raise
-                is_lost = True  # the server lost the session: try another, once
             except EndedByForkError:
-                self._end()
-            except KVStoreError:
+                pass
+            except KVStoreError as error:
                 self._end()
                 if self._closed:
                     raise StopIteration from None
-                raise
+                if is_lost or not isinstance(error, LeaseExpiredError):
+                    raise
+                is_lost = True  # the server lost the session: try another, once
+            self._end()
 
     def _begin(self, *, is_new: bool) -> None:
         if is_new:
@@ -324,13 +320,11 @@ async def followed(stream: EventStream) -> AsyncGenerator[EventPage, None]:
 
     def read() -> None:
         try:
-            for page in stream:
+            for page in chain(stream, (None,)):
                 slots.acquire()
                 push(page)
         except KVStoreError as error:
             push(error)
-        else:
-            push(None)
 
     threading.Thread(target=read, name="kvstore-events", daemon=True).start()
     try:

@@ -1,8 +1,7 @@
 """The client's Session: opened with a Model and kept alive; and checks whether its server hangs.
 
-A deadline leaves time for a slow disk and a busy machine, so a hung server would cost all of it.
-Checks detect one much sooner: on this host it neither answers a hello nor has a runnable thread;
-elsewhere it does not even refuse an unknown call.
+A hung server would cost a whole deadline. Checks detect one much sooner: on this host it neither
+answers a hello nor has a runnable thread; elsewhere it does not even refuse an unknown call.
 """
 
 from __future__ import annotations
@@ -123,10 +122,8 @@ class Session:
         return reply.draining
 
     def measure_pace(self, kept: float = _FADES) -> None:
-        """Measure how soon the server answers the call of ``is_silent``.
-
-        *kept* is the decay of the earlier pace. A heartbeat would not do, as it waits for a thread
-        of the server. A call during a hang is ignored.
+        """Measure how soon the server answers the call of ``is_silent``; unlike a heartbeat, it
+        waits for no thread. *kept* is the decay of the earlier pace. A hang is ignored.
         """
         connection = self.connection
         began = connection.clock()
@@ -175,9 +172,8 @@ def _state(thread: Path) -> str:
 
 
 def hangs(terms: pb.OpenSessionResponse, pid: int) -> bool:
-    """Whether the server of *terms*, process *pid*, neither answers nor runs. Takes 20 ms at most.
-
-    Delays of this process only give the server more time.
+    """Whether the server of *terms*, process *pid*, neither answers nor runs. Takes 20 ms at most;
+    delays of this process only give the server more time.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.settimeout(PROBE_S)
@@ -200,8 +196,7 @@ def hangs(terms: pb.OpenSessionResponse, pid: int) -> bool:
 
 def is_silent(connection: Connection, pace_s: float = FIRST_PACE_S) -> bool:
     """Whether a server on any host, which usually answers in *pace_s*, fails to answer two calls.
-
-    Takes 20 ms at most if answers take 3 ms or less; a remote or slow server gets more time.
+    Takes 20 ms at most if answers take 3 ms or less.
     """
     within_s = max(PULSE_S, _PACES * pace_s)
     return not any(map(connection.answers, (within_s, _ONCE_MORE * within_s)))

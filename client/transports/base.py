@@ -38,11 +38,9 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What to read of the chunks with the concatenated *digests*, and the deadline: whole frames in
-    order, up to the first missing or late one; or one of two other forms.
-
-    A chunk with only copies less accurate than ``minimum`` is missing. With a ``lease_id`` of 0 a
-    lease is taken until the read is left.
+    """What to read of the chunks with the concatenated *digests*: whole frames in order, up to the
+    first missing or late one; or one of two other forms. A chunk with only copies less accurate
+    than ``minimum`` is missing. With a ``lease_id`` of 0 a lease is taken until the read is left.
     """
 
     digests: bytes
@@ -53,9 +51,7 @@ class ReadPlan:
     """Layer by layer, without ``skipped`` rows, if frames arrive in parts."""
     skipped: SkippedRows | None = None
     ranges: Sequence[pb.FrameRange] = ()
-    """Only these bytes of frames as stored on a tier, grouped by chunk. Missing or late ones are
-    left out.
-    """
+    """Only these bytes of frames as stored on a tier, grouped by chunk; some may be left out."""
     direct: Direct | None = None
     """Returns the receiver of a frame that arrives in parts."""
     no_lease: bool = False
@@ -66,9 +62,8 @@ class ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """The data of a read: ``frames``, or parts of them, iterated once. ``is_layered``: parts arrive
-    layer by layer, without skipped rows. ``end`` makes a wait for the next one raise; any thread
-    may call it.
+    """The data of a read, iterated once: ``frames``, or parts of them; ``is_layered``: layer by
+    layer, without skipped rows. ``end``, for any thread, makes a wait for the next one raise.
     """
 
     frames: Iterator[Arrival]
@@ -96,9 +91,7 @@ class PutTerms:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """The header fields of a chunk's frame, and the tensors to encode: all of it, or the *shard* of
-    one rank.
-    """
+    """The header fields of a chunk's frame, and its tensors, or those of a rank's *shard*."""
 
     template: FrameTemplate
     tensors: AnyTensors
@@ -112,9 +105,7 @@ class Outgoing:
         return raw_frame_bytes(self.template.layout)
 
     def encode(self, out: Bytes, flags: int = 0) -> None:
-        """Write the raw frame into *out*, with *flags* in its header; a shard's frame always has
-        checksums and no flags.
-        """
+        """Write the raw frame into *out*, with *flags*; a shard's has checksums and no flags."""
         if self.shard is not None:
             encode_shard(self.template, self.shard, self.tensors, out)
         else:
@@ -122,10 +113,8 @@ class Outgoing:
             RAW.encode(template, self.tensors, out)
 
     def pieces(self, allocate: Callable[[int], Bytes]) -> list[Bytes]:
-        """Return the raw frame in pieces, the first of which is its header.
-
-        They are the tensors' own memory; if that is strided, in blocks or a shard, the frame is
-        encoded into a buffer from *allocate*, which is called with its size.
+        """Return the raw frame in pieces, its header first: the tensors' own memory, or if that is
+        strided, in blocks or a shard, a buffer from *allocate*, which is called with the size.
         """
         found = RAW.pieces(self.template, self.tensors) if self.shard is None else []
         if found:
@@ -142,10 +131,7 @@ def cut_header(frame: Bytes) -> list[Bytes]:
 
 
 class Transport(ABC):
-    """Frames to and from one server, for one session. Thread-safe.
-
-    ``tests/contracts/transport.py`` runs one suite over every transport.
-    """
+    """Frames to and from one server, for one session. Thread-safe."""
 
     name: ClassVar[str]
 
@@ -203,9 +189,7 @@ class Transport(ABC):
             self.pool.hang_up(DeadlineError("the server hangs"))
 
     def viewer(self, rows: bytes, keys: Sequence[ChunkKey]) -> View:
-        """Return the views of the leased *keys*, whose places are *rows*, by index; None each if
-        memory is not shared.
-        """
+        """Return the views, by index, of the leased *keys*, whose places are *rows*."""
         return lambda index: None
 
     def close(self) -> None:
@@ -229,8 +213,8 @@ def arrival_of(reply: pb.GetResponse) -> Arrival:
 
 @contextmanager
 def read_layers(transport: Transport, plan: ReadPlan) -> Iterator[Iterator[Arrival]]:
-    """Enter for the frames of *plan*, to be read layer by layer: whole frames in memory or files,
-    or LayeredFrames, each once its header has arrived.
+    """Enter for the frames of *plan*: whole ones in memory or files, or LayeredFrames, each once
+    its header has arrived.
     """
     with transport.read(replace(plan, layer_major=True)) as arriving:
         if arriving.is_layered:

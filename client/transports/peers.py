@@ -32,8 +32,8 @@ AGAIN_S = 30.0
 
 @dataclass(slots=True)
 class _Lender:
-    """Another server; ``streams`` if it granted access. ``due_s``: when to request access (again),
-    in monotonic seconds; infinite during a request.
+    """Another server; ``streams`` if it granted access, which is requested (again) at ``due_s``, in
+    monotonic seconds; infinite during a request.
     """
 
     due_s: float = -math.inf
@@ -129,16 +129,15 @@ class PeerReads:
         Raises nothing. *direct* as in a ReadPlan; *deadline* in monotonic seconds.
         """
         with self._lock:
-            lender = self.lenders.get(number)
-        streams = None if lender is None else lender.streams
-        if lender is None or streams is None:
+            lender = self.lenders.get(number) or _Lender()
+            streams = lender.streams
+        if streams is None:
             return first
 
         def renumbered(index: int, frame_bytes: int, start: Bytes) -> DirectFrame | None:
             return direct(first + index, frame_bytes, start)
 
-        terms = self._session.terms
-        assembler = FrameAssembler(terms.max_frame_bytes, renumbered)
+        assembler = FrameAssembler(self._session.terms.max_frame_bytes, renumbered)
         try:
             with in_use(streams, streams.take(0.0)) as stream:
                 if stream is None:
@@ -163,23 +162,19 @@ class PeerReads:
     def leave(self) -> None:
         """In a child: drop the parent's connections."""
         self._lock = threading.Lock()  # another thread may have held it
-        self._is_closed = True
-        for lender in self.lenders.values():
-            if lender.streams is not None:
-                lender.streams.leave()
-        self.lenders.clear()
+        self.close(Pool.leave)
 
-    def close(self) -> None:
+    def close(self, end: Callable[[Pool[FrameStream]], None] = Pool.close) -> None:
         """Close all connections; gets in progress use the own server. Idempotent."""
         with self._lock:
             self._is_closed = True
             lenders = list(self.lenders.values())
             self.lenders.clear()
         for lender in lenders:
-            _close(lender)
+            _close(lender, end)
 
 
-def _close(lender: _Lender) -> None:
+def _close(lender: _Lender, end: Callable[[Pool[FrameStream]], None] = Pool.close) -> None:
     streams, lender.streams = lender.streams, None
     if streams is not None:
-        streams.close()
+        end(streams)
