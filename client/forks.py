@@ -153,8 +153,7 @@ class Forks:
         self.process = os.urandom(PROCESS_BYTES)
         self.is_child = True
         for found in list(self._hooks):
-            hook = found()
-            if hook is not None:
+            if (hook := found()) is not None:
                 hook()
 
 

@@ -106,18 +106,17 @@ class ServerLink:
             if self._is_closed:
                 raise KVStoreError("the client is closed")
             if self.transport is None:
-                self.transport = self._connect(left_ms)
+                session = Session(
+                    self.connection, self.model, self.options, self._counts, left_ms()
+                )
+                try:
+                    self.transport = self._transport(session, left_ms)
+                except BaseException:
+                    session.run_last(session.close)  # in its thread: the caller need not wait
+                    raise
             return self.transport
         finally:
             self._lock.release()
-
-    def _connect(self, left_ms: LeftMs) -> Transport:
-        session = Session(self.connection, self.model, self.options, self._counts, left_ms())
-        try:
-            return self._transport(session, left_ms)
-        except BaseException:
-            session.run_last(session.close)  # in the session's thread: the caller need not wait
-            raise
 
     def _transport(self, session: Session, left_ms: LeftMs) -> Transport:
         wanted = self.options.transport

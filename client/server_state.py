@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import chain
@@ -210,7 +210,7 @@ class EventPage:
     place: Place | None
 
 
-class EventStream:
+class EventStream(Iterator[EventPage]):
     """Pages without end: ``with client.events() as pages: for page in pages``.
 
     One thread iterates; any may ``close``, which ends it. Raises KVStoreErrors: then resume by
@@ -224,9 +224,6 @@ class EventStream:
         self._call: Any = None
         self._process = FORKS.process
         self._closed = False
-
-    def __iter__(self) -> Self:
-        return self
 
     def __next__(self) -> EventPage:
         FORKS.check(self._process, "the stream of events")

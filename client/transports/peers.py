@@ -85,36 +85,30 @@ class PeerReads:
         return True
 
     def _connect(self, number: int, lender: _Lender) -> None:
+        session, requested_at = self._session, self._clock()
+        request = pb.LendPeerRequest(session_id=session.terms.session_id, number=number)
         try:
-            new = self._opened(number)
+            reply = session.connection.call(
+                "LendPeer", request, session.options.deadline_ms, pb.LendPeerResponse
+            )
+            guest = pb.StreamAttach(
+                session_id=reply.session_id,
+                token=reply.token,
+                key_namespace=session.namespace,
+                until_s=reply.until_s,
+            )
+            entrance = Entrance(reply.bulk_address, reply.bulk_certificate, guest)
+            streams = streams_to(entrance, SILENCE_S)
+            with in_use(streams, streams.take(DIAL_S)):  # checks that it can be reached
+                pass
         except KVStoreError:
             self._skip(lender)
             return
+        new = _Lender(requested_at + reply.valid_ms / 2000, streams, reply.session_id)
         with self._lock:
             if not self._is_closed:
                 self.lenders[number], new = new, lender
         _close(new)
-
-    def _opened(self, number: int) -> _Lender:
-        session_id = self._session.terms.session_id
-        requested_at = self._clock()
-        reply: pb.LendPeerResponse = self._session.connection.call(
-            "LendPeer",
-            pb.LendPeerRequest(session_id=session_id, number=number),
-            self._session.options.deadline_ms,
-            pb.LendPeerResponse,
-        )
-        guest = pb.StreamAttach(
-            session_id=reply.session_id,
-            token=reply.token,
-            key_namespace=self._session.namespace,
-            until_s=reply.until_s,
-        )
-        entrance = Entrance(reply.bulk_address, reply.bulk_certificate, guest)
-        streams = streams_to(entrance, SILENCE_S)
-        with in_use(streams, streams.take(DIAL_S)):  # checks that it can be reached
-            pass
-        return _Lender(requested_at + reply.valid_ms / 2000, streams, reply.session_id)
 
     def _skip(self, lender: _Lender) -> None:
         lender.due_s = self._clock() + AGAIN_S
