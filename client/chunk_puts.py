@@ -217,8 +217,8 @@ class EncodedChunk(Outgoing):
         copy_bytes(out, self.frame)
 
     @override
-    def pieces(self, allocate: Callable[[int], Bytes]) -> list[Bytes]:
-        """Return the frame as it is; *allocate* is not used."""
+    def pieces(self, scratch: Bytes) -> list[Bytes]:
+        """Return the frame as it is."""
         return cut_header(self.frame)
 
 

@@ -65,9 +65,7 @@ class Access:
             object.__setattr__(self, "tls", True)
 
     def open(self, address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
-        """Return a channel to *address*. Raises InvalidRequestError for unreadable files, or for a
-        token in plain text.
-        """
+        """Return a channel to *address*. Raises InvalidRequestError for unusable files or token."""
         options = [*options, _NO_PROXY]
         if not self.tls:
             if (self.token or self.token_file) and not self.insecure:

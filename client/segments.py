@@ -98,9 +98,7 @@ class SegmentMatch(Held):
 
     def chunks(self) -> Iterator[FoundChunk]:
         """Yield the chunks with a stored variant, in order."""
-        segments: Iterator[tuple[NamedSegment, ResolvedSegment]]
-        segments = zip(self.wanted, self.found.segments, strict=True)
-        for wanted, here in segments:
+        for wanted, here in zip(self.wanted, self.found.segments, strict=True):
             for chunk, one in zip(wanted.chunks, here.chunks, strict=True):
                 if one.variants:
                     yield FoundChunk(chunk, one.variants[0], one.is_exact, one.priority, here.ratio)

@@ -303,9 +303,8 @@ def _event(event: pb.ChunkEvent) -> ChunkEvent:
 
 
 async def followed(stream: EventStream) -> AsyncGenerator[EventPage, None]:
-    """Yield the pages of *stream*, read by a thread of its own. Use with ``aclosing``.
-
-    Reading holds a thread all the time, and the event loop's own are few.
+    """Yield the pages of *stream*, read all the time by a thread of its own, as the event loop's
+    are few. Use with ``aclosing``.
     """
     loop = asyncio.get_running_loop()
     pages: asyncio.Queue[EventPage | KVStoreError | None] = asyncio.Queue()

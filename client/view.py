@@ -44,9 +44,8 @@ _KEY_WORDS = np.arange(KEY_OFFSET // WORD_BYTES, (KEY_OFFSET + KEY_BYTES) // WOR
 
 
 class Layers(NamedTuple):
-    """The layers of one component of a raw frame: byte offsets, shape and dtype.
-
-    ``shape``: (parts, kv_heads, tokens, head_dim), or what the kind has instead.
+    """The layers of one component of a raw frame: byte offsets, dtype, and shape: (parts, kv_heads,
+    tokens, head_dim), or what the kind has instead.
     """
 
     starts: tuple[int, ...]
@@ -149,10 +148,9 @@ class ChunkView:
 
 
 class LeasedViews:
-    """Returns the view of each leased chunk by its index.
-
-    *rows* are the places of the leased *keys*, as packed by the server; *whole* is the geometry of
-    most frames. Raises InvalidRequestError when the rows are cut.
+    """Returns the view of each leased chunk by its index. *rows* are the places of the leased
+    *keys*, as packed by the server; *whole* is the geometry of most frames. Raises
+    InvalidRequestError when the rows are cut.
     """
 
     __slots__ = ("_found", "_keys", "_rows", "_slabs", "_whole")
@@ -206,9 +204,7 @@ class LeasedViews:
 
     def _check_all(self) -> list[tuple[SlabMap, int, int] | None]:
         """Check the places of all whole chunks, a slab at a time: one by one takes twice as long.
-
-        If one of them is wrong, none of its slab is found here: ``_check_one`` then checks each
-        by itself and reports only that one.
+        With a wrong one, none of its slab is found: ``_check_one`` reports only the wrong one.
         """
         found: list[tuple[SlabMap, int, int] | None] = [None] * len(self._keys)
         rows = np.frombuffer(self._rows, PLACE_ROW)[: len(self._keys)]

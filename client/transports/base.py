@@ -112,14 +112,14 @@ class Outgoing:
             template = replace(self.template, flags=flags) if flags else self.template
             RAW.encode(template, self.tensors, out)
 
-    def pieces(self, allocate: Callable[[int], Bytes]) -> list[Bytes]:
-        """Return the raw frame in pieces, its header first: the tensors' own memory, or if that is
-        strided, in blocks or a shard, a buffer from *allocate*, which is called with the size.
+    def pieces(self, scratch: Bytes) -> list[Bytes]:
+        """Return the raw frame in pieces, its header first: the tensors' own memory; if that is
+        strided, in blocks or a shard, *scratch*.
         """
         found = RAW.pieces(self.template, self.tensors) if self.shard is None else []
         if found:
             return found
-        frame = allocate(self.frame_bytes)
+        frame = scratch[: self.frame_bytes]
         self.encode(frame)
         return cut_header(frame)
 

@@ -364,19 +364,12 @@ class BulkTransport(StreamTransport):
 
 def upload(stream: FrameStream, chunks: Sequence[Outgoing]) -> list[Put]:
     """Send the frames of a put that *stream* has begun. Raises the server's errors."""
-    scratch = np.empty(0, np.uint8)
-
-    def buffer(size_bytes: int) -> Bytes:
-        nonlocal scratch  # its earlier contents have been sent
-        if len(scratch) < size_bytes:
-            scratch = np.empty(size_bytes, np.uint8)
-        return scratch[:size_bytes]
-
+    scratch = np.empty(max((one.frame_bytes for one in chunks), default=0), np.uint8)
     number = stream.requests
     for index, chunk in enumerate(chunks):
         head = pb.StreamPart(index=index, frame_bytes=chunk.frame_bytes)
         message = pb.StreamMessage(request=number, part=head)
-        for part in _parts(chunk.frame_bytes, chunk.pieces(buffer)):
+        for part in _parts(chunk.frame_bytes, chunk.pieces(scratch)):
             if stream.has_more():
                 kind = stream.answer().WhichOneof("body")
                 raise InvalidFrameError("kind", kind, "not an answer to a part")

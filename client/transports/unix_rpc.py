@@ -7,7 +7,7 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
@@ -26,6 +26,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.unix_socket import (
     MAX_ANSWER_BYTES,
     MAX_PACKET_BYTES,
+    NONCE_BYTES,
     REPLIES,
     Reply,
     pack_call,
@@ -198,46 +199,35 @@ def enter(
     memory: tuple[int, int] | None = None,
 ) -> Link:
     """Connect and ``attach``, with staging *memory* (its size and descriptor), or ``join``, within
-    *within_s*. *begin* gets the connection first. Raises TierUnavailableError, DeadlineError.
+    *within_s*. *begin* gets the connection first. Raises DeadlineError, and TierUnavailableError
+    also without proof that the server is the session's: another process listens in its place.
     """
-    link = None
-    try:
-        link = Link()
-        begin(link)
-        link.settimeout(within_s / 2)  # for each of two answers
-        reply = _enter(link, terms, op, memory)
-        if reply is not Reply.ok:
-            raise TierUnavailableError("shm", f"{terms.socket_path}: {reply.name}")
-        entered, link = link, None
-        return entered
-    except TimeoutError:
-        raise DeadlineError(f"{terms.socket_path}: the server did not answer in time") from None
-    except (OSError, InvalidRequestError) as error:
-        raise TierUnavailableError("shm", f"{terms.socket_path}: {error}") from None
-    finally:
-        if link is not None:
-            link.close()
-
-
-def _enter(
-    link: Link, terms: pb.OpenSessionResponse, op: unix_socket.Op, memory: tuple[int, int] | None
-) -> Reply:
-    """Return the reply of the server, which first proves that it is the session's.
-
-    Raises OSError, and InvalidRequestError without proof: another process listens in its place.
-    """
-    link.connect(terms.socket_path)
-    is_known = terms.pid_namespace and terms.pid_namespace == unix_socket.pid_namespace()
-    if is_known and unix_socket.peer_ids(link)[0] != terms.server_pid:
-        raise InvalidRequestError("socket_path", terms.socket_path, "not the server's process")
-    session_id, nonce = terms.session_id, os.urandom(unix_socket.NONCE_BYTES)
-    link.send(unix_socket.Request(unix_socket.Op.hello, session_id, nonce).pack())
-    theirs, proven = unix_socket.unpack_greeting(link.recv(unix_socket.GREETING_BYTES))
-    nonces = (nonce, theirs)
-    expected = unix_socket.proof(terms.attach_token, unix_socket.Op.hello, session_id, nonces)
-    if not hmac.compare_digest(expected, proven):
-        raise InvalidRequestError("socket_path", terms.socket_path, "not the session's server")
-    own = unix_socket.proof(terms.attach_token, op, session_id, nonces)
-    size_bytes, *files = memory or (0,)
-    socket.send_fds(link, [unix_socket.Request(op, size_bytes, own).pack()], files)
-    return unix_socket.unpack_head(link.recv(unix_socket.HEADER_BYTES), unix_socket.REPLY_KINDS)[0]
+    where, session_id, nonce = terms.socket_path, terms.session_id, os.urandom(NONCE_BYTES)
+    with ExitStack() as stack:
+        try:
+            link = stack.enter_context(closing(Link()))
+            begin(link)
+            link.settimeout(within_s / 2)  # for each of two answers
+            link.connect(where)
+            is_known = terms.pid_namespace and terms.pid_namespace == unix_socket.pid_namespace()
+            if is_known and unix_socket.peer_ids(link)[0] != terms.server_pid:
+                raise InvalidRequestError("socket_path", where, "not the server's process")
+            link.send(unix_socket.Request(unix_socket.Op.hello, session_id, nonce).pack())
+            theirs, proven = unix_socket.unpack_greeting(link.recv(unix_socket.GREETING_BYTES))
+            prove = partial(unix_socket.proof, terms.attach_token)
+            expected = prove(unix_socket.Op.hello, session_id, (nonce, theirs))
+            if not hmac.compare_digest(expected, proven):
+                raise InvalidRequestError("socket_path", where, "not the session's server")
+            size_bytes, *files = memory or (0,)
+            own = prove(op, session_id, (nonce, theirs))
+            socket.send_fds(link, [unix_socket.Request(op, size_bytes, own).pack()], files)
+            answer = link.recv(unix_socket.HEADER_BYTES)
+            reply, _, _ = unix_socket.unpack_head(answer, unix_socket.REPLY_KINDS)
+            if reply is not Reply.ok:
+                raise TierUnavailableError("shm", f"{where}: {reply.name}")
+        except TimeoutError:
+            raise DeadlineError(f"{where}: the server did not answer in time") from None
+        except (OSError, InvalidRequestError) as error:
+            raise TierUnavailableError("shm", f"{where}: {error}") from None
+        stack.pop_all()
+    return link
