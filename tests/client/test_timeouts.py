@@ -340,12 +340,12 @@ def test_a_call_does_not_wait_for_another_that_opens_the_session(
     with Client(silent, SMALL, ClientOptions("grpc", 16, deadline_ms=3000)) as client:
         link = client._link
 
-        def slow(left_ms: Callable[[], int]) -> Transport:
+        def slow(*_: Any) -> Session:
             with pytest.raises(DeadlineError, match="another call"):
                 _in_a_thread(lambda: link.connected(Until(100).left_ms))
             raise DeadlineError("late")
 
-        monkeypatch.setattr(link, "_connect", slow)
+        monkeypatch.setattr(server_link, "Session", slow)
         with pytest.raises(DeadlineError, match="late"):
             client.lookup(tokens(1, 64))
 
