@@ -6,6 +6,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from itertools import chain
+from operator import attrgetter
 from pathlib import Path
 from typing import Any, ClassVar, Self, TypeAlias
 from weakref import finalize, ref
@@ -381,7 +382,7 @@ class Client:
         found = chunk_reads.read_prefix(self._link, request)
         if stated is not None:
             stated[:] = [one.header.stated for one in found]
-        return [one.tensors for one in found]
+        return list(map(attrgetter("tensors"), found))
 
     def put_chunks(
         self,
