@@ -16,7 +16,6 @@ from functools import partial
 from itertools import groupby
 from operator import attrgetter
 from threading import Lock
-from typing import TypeVar
 
 import structlog
 import torch
@@ -26,11 +25,10 @@ from kvstore.client.chunk import DeviceChunk
 from kvstore.client.client import Client
 from kvstore.client.device_reads import DeviceReader, Reading, Registration, Run
 from kvstore.client.frames import Arrival, FrameAssembler
-from kvstore.client.server_link import LeftMs, digest_batches, packed
+from kvstore.client.server_link import LeftMs, batches, digest_batches, packed
 from kvstore.client.session import Session
 from kvstore.client.transports.base import (
     Put,
-    PutTerms,
     ReadPlan,
     Transport,
     arrival_of,
@@ -39,12 +37,12 @@ from kvstore.client.transports.base import (
 from kvstore.client.transports.shared_memory import ShmTransport, Slabs
 from kvstore.client.transports.unix_rpc import ENTER_WITHIN_S
 from kvstore.codecs.frame_kernels import open_kernels
-from kvstore.codecs.paged import FrameAt, Paged, Sums
+from kvstore.codecs.paged import FrameAt, Paged
 from kvstore.codecs.raw import raw_header
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.buffers import Bytes
-from kvstore.proto.device import Device, Event, Imported, open_device
+from kvstore.proto.device import Device, Event, Imported, device_errors, open_device
 from kvstore.proto.errors import (
     InvalidRequestError,
     KVStoreError,
@@ -60,7 +58,6 @@ from kvstore.proto.unix_socket import ARENA_SLAB, Place, Reach, unpack_places
 
 MAX_FRAMES = 64
 """Limit of one PutDevice call; a larger put takes several."""
-T = TypeVar("T")
 
 logger = structlog.get_logger(__name__)
 
@@ -70,25 +67,19 @@ def open_arena(terms: pb.OpenSessionResponse, slabs: Slabs) -> Imported:
 
     Raises TierUnavailableError when it has none, or its device is not visible here.
     """
-    if not terms.arena_device:
+    identity, found = terms.arena_device, torch.device("cpu")  # a test's stand-in for a device
+    if not identity:
         raise TierUnavailableError("cuda", "the server shares no GPU memory: add tier gpu")
-    device = open_device(_find_device(terms.arena_device))
-    return device.import_memory(slabs.slab(ARENA_SLAB).data, terms.arena_bytes)
-
-
-def _find_device(identity: str) -> torch.device:
-    if identity == "cpu":  # a test's stand-in for a device
-        return torch.device("cpu")
-    seen = [
-        f"cuda:{torch.cuda.get_device_properties(at).uuid}"
-        for at in range(torch.cuda.device_count())
-    ]
-    if identity not in seen:
-        raise TierUnavailableError(
-            "cuda", f"the server's device {identity} is not among {seen or 'none'}:"
-            " run on it, or use another transport",
-        )  # fmt: skip
-    return torch.device("cuda", seen.index(identity))
+    if identity != "cpu":
+        numbers = range(torch.cuda.device_count())
+        seen = [f"cuda:{torch.cuda.get_device_properties(at).uuid}" for at in numbers]
+        if identity not in seen:
+            raise TierUnavailableError(
+                "cuda", f"the server's device {identity} is not among {seen or 'none'}:"
+                " run on it, or use another transport",
+            )  # fmt: skip
+        found = torch.device("cuda", seen.index(identity))
+    return open_device(found).import_memory(slabs.slab(ARENA_SLAB).data, terms.arena_bytes)
 
 
 class DeviceRing:
@@ -147,40 +138,10 @@ class DeviceRing:
                 fix = f"give a multiple of {ALIGN_BYTES}, within {len(self.memory)} bytes"
                 raise InvalidRequestError("offset", (chunk.offset, stop), fix)
         frames = [FrameAt(c.offset, h, 0) for c, h in zip(chunks, bare, strict=True)]
-        begun: list[Sums] = []
         self.stream.wait(written)
-        self.stream.launch(lambda: begun.append(self._kernels.sums(self.memory, frames)))
+        begun = self.stream.launched(partial(self._kernels.sums, self.memory, frames))
         self.stream.record().synchronize()
-        return [_summed(header, sums) for header, sums in zip(bare, begun[0](), strict=True)]
-
-
-def _summed(header: FrameHeader, sums: Sequence[int]) -> FrameHeader:
-    segments = header.segments.copy()
-    segments["checksum"] = sums
-    return replace(header, segments=segments)
-
-
-def _put_batch(
-    transport: ShmTransport,
-    ring: DeviceRing,
-    chunks: Sequence[DeviceChunk],
-    written: Event,
-    terms: PutTerms,
-) -> list[Put]:
-    session = transport.session
-    headers = ring.headers(session.representation_digest, chunks, written)
-    event = ring.stream.record(shared=True)  # kept until the server has replied
-    request = pb.PutDeviceRequest(
-        session_id=session.terms.session_id,
-        headers=[pack_header(header) for header in headers],
-        offsets=[chunk.offset for chunk in chunks],
-        event=event.handle(),
-        deadline_ms=terms.within_ms,
-        hints=hints_to_message(terms.hints),
-    )
-    reply = transport.calls.call("PutDevice", request, terms.within_ms, pb.PutResponse)
-    del event
-    return read_outcomes(reply.outcomes, reply.reasons)
+        return list(map(raw_header, bare, begun[0]()))
 
 
 class CudaTransport(ShmTransport):
@@ -217,10 +178,6 @@ class CudaTransport(ShmTransport):
         self.head_bytes = header_bytes(whole)
         """Header size of a raw frame of any number of tokens."""
 
-    def shares(self, device: torch.device) -> bool:
-        """Whether the server's gpu tier is on *device*."""
-        return self.arena is not None and self.arena.memory.device == device
-
     @contextmanager
     def get_on_device(
         self,
@@ -230,7 +187,7 @@ class CudaTransport(ShmTransport):
         least: Accuracy = Accuracy.exact,
     ) -> Iterator[Iterator[Run]]:
         """Enter to iterate frames as ``read`` does, those in memory in place."""
-        is_shared = self.shares(reader.ring.device)
+        is_shared = self.arena is not None and self.arena.memory.device == reader.ring.device
         via = pb.VIA_DEVICE if is_shared else pb.VIA_SHARED_MEMORY
         request = self.request(ReadPlan(digests, 0, deadline_ms, least), via)
         with self._mapped(), ExitStack() as stack:
@@ -364,11 +321,21 @@ class CudaClient(Client):
             reason = ring.register(transport)
             if reason:
                 return [Put(PutOutcome.refused, reason)] * len(chunks)
-            step = min(MAX_FRAMES, transport.session.terms.max_batch_chunks)
-            results: list[Put] = []
-            for start in range(0, len(chunks), step):
-                batch, terms = chunks[start : start + step], PutTerms(False, left_ms(), hints)
-                results += _put_batch(transport, ring, batch, written, terms)
+            session, results = transport.session, list[Put]()
+            for _, some in batches(chunks, min(MAX_FRAMES, session.terms.max_batch_chunks)):
+                deadline_ms = left_ms()
+                headers = ring.headers(session.representation_digest, some, written)
+                event = ring.stream.record(shared=True)  # kept until the server has replied
+                request = pb.PutDeviceRequest(
+                    session_id=session.terms.session_id,
+                    headers=map(pack_header, headers),
+                    offsets=[chunk.offset for chunk in some],
+                    event=event.handle(),
+                    deadline_ms=deadline_ms,
+                    hints=hints_to_message(hints),
+                )
+                reply = transport.calls.call("PutDevice", request, deadline_ms, pb.PutResponse)
+                results += read_outcomes(reply.outcomes, reply.reasons)
             return results
 
         return self._link.run(work) if chunks else []
@@ -397,47 +364,34 @@ class CudaClient(Client):
                 raise TierUnavailableError("cuda", "the server is not on this host")
             with reader.lock:
                 reading = Reading(transport, reader, keys, paged, after, accuracy)
-                return self._read_with(transport, left_ms, reading, arrived)
+                with device_errors(), ExitStack() as stack:
+                    reading.run(_arriving(stack, transport, left_ms, reading, arrived))
+                if reading.broken is not None:
+                    self._link.quarantine(transport, reading.broken, left_ms)
+                return reading.done
 
         return self._link.run(work)
 
-    def _read_with(
-        self,
-        transport: CudaTransport,
-        left_ms: LeftMs,
-        reading: Reading,
-        arrived: Callable[[], None],
-    ) -> int:
-        try:
-            with ExitStack() as stack:
-                reading.run(_reporting(self._arriving(stack, transport, left_ms, reading), arrived))
-        except RuntimeError as error:  # from torch or cupy
-            reason = str(error).partition("\n")[0]
-            raise TierUnavailableError("cuda", f"{type(error).__name__}: {reason}") from error
-        if reading.broken is not None:
-            self._link.quarantine(transport, reading.broken, left_ms)
-        return reading.done
 
-    def _arriving(
-        self, stack: ExitStack, transport: CudaTransport, left_ms: LeftMs, reading: Reading
-    ) -> Iterator[Run]:
-        """Yield frames as they arrive, a batch at a time; *stack* ends the leases of all."""
-        session, count = transport.session, 0
-        digests = packed(reading.keys, session.namespace)
-        for first, some in digest_batches(digests, session.terms.max_batch_chunks):
-            if count < first:
-                return
-            arriving = transport.get_on_device(some, left_ms(), reading.reader, reading.least)
-            for one in stack.enter_context(arriving):
-                count += len(one)
-                yield replace(one, index=first + one.index) if first else one
+def _arriving(
+    stack: ExitStack,
+    transport: CudaTransport,
+    left_ms: LeftMs,
+    reading: Reading,
+    arrived: Callable[[], None],
+) -> Iterator[Run]:
+    """Yield frames as they arrive, a batch at a time; *stack* ends the leases of all."""
+    session, count = transport.session, 0
+    digests = packed(reading.keys, session.namespace)
+    for first, some in digest_batches(digests, session.terms.max_batch_chunks):
+        if count < first:
+            return
+        arriving = transport.get_on_device(some, left_ms(), reading.reader, reading.least)
+        for one in stack.enter_context(arriving):
+            count += len(one)
+            arrived()
+            yield replace(one, index=first + one.index) if first else one
 
 
 def _run_of(arrived: Arrival) -> Run:
     return Run(arrived.index, (), [arrived.data[:]], [arrived.confirm])
-
-
-def _reporting(arriving: Iterator[T], arrived: Callable[[], None]) -> Iterator[T]:
-    for one in arriving:
-        arrived()
-        yield one

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from queue import SimpleQueue
 from typing import TYPE_CHECKING
 
@@ -69,28 +69,20 @@ _WORD_BYTES = 8
 
 @dataclass(slots=True)
 class _Batch:
-    """Frames that the device works on. ``held`` keeps the memory that it reads alive.
+    """Frames like *header* that the device works on. ``held`` keeps memory that it reads alive.
 
     ``confirms``, called after the sums, raise LeaseExpiredError for reused memory, and
     InvalidFrameError for contents that are not the codec's.
     """
 
-    frames: Sequence[FrameAt]
+    header: FrameHeader
     sums: list[Sums]
     """One entry, once launched."""
+    done: Event
     stated: list[list[int]]
     """The checksums that each frame's header states."""
-    done: Event | None = None
     confirms: Sequence[Callable[[], None]] = ()
-    held: Sequence[object] = ()
-
-    @classmethod
-    def of(
-        cls, frame: FrameAt, sums: Sums, confirm: Callable[[], None], held: Sequence[object]
-    ) -> _Batch:
-        """Return a batch of one frame."""
-        stated = [frame.header.segments["checksum"].tolist()]
-        return cls([frame], [sums], stated, None, [confirm], held)
+    held: object = None
 
 
 class DeviceDecoder:
@@ -110,50 +102,30 @@ class DeviceDecoder:
 
     def begin(
         self, frame: FrameAt, data: Bytes, confirm: Callable[[], None], paged: Paged
-    ) -> _Batch:
+    ) -> tuple[FrameHeader, Sums, Sequence[Callable[[], None]], object]:
         """Begin to decode *data*, a frame in host memory, into the pages. *confirm*, called once
         it is read, raises LeaseExpiredError for reused memory.
 
-        Raises that in place of errors of the frame: ChunkCorruptError, InvalidFrameError,
-        ModelError, UnknownCodecError. LayoutMismatchError and InvalidRequestError for pages that
-        do not fit the chunk.
+        Return the header of the frame that is summed, its sums, and ``confirms`` and ``held`` of
+        its batch. Raises LeaseExpiredError in place of errors of the frame: ChunkCorruptError,
+        InvalidFrameError, ModelError, UnknownCodecError. LayoutMismatchError and
+        InvalidRequestError for pages that do not fit the chunk.
         """
         header = frame.header
         try:
             if header.codec_id == KvqCodec.codec_id and _has_kernels(frame, paged) and self.kvq:
-                return self._on_device(self.kvq, frame, data, confirm, paged)
-            return self._on_host(frame, data, confirm, paged)
+                memory = self._upload(tensor_over(data))
+                sums = self._kernels.sums(memory, [frame])
+                decoded = self.kvq.decode(memory, frame, paged, data)
+                return header, sums, [confirm, decoded], (data, memory)
+            size = max_transcoded_bytes(header.layout, RAW)
+            host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
+            raw = FrameAt(0, transcode(data, RAW, host.numpy()), frame.first_token)
+            memory = self._upload(host)
+            sums = self._kernels.scatter(memory, [raw], paged)
+            return raw.header, sums, [confirm], (host, memory)
         finally:
             confirm()
-
-    def _on_device(
-        self,
-        kvq: KvqKernels,
-        frame: FrameAt,
-        data: Bytes,
-        confirm: Callable[[], None],
-        paged: Paged,
-    ) -> _Batch:
-        host = tensor_over(data)
-        memory = self._upload(host)
-        sums = self._kernels.sums(memory, [frame])
-        decoded = kvq.decode(memory, frame, paged, data)
-
-        def confirm_all() -> None:
-            confirm()
-            decoded()
-
-        return _Batch.of(frame, sums, confirm_all, (data, memory))
-
-    def _on_host(
-        self, frame: FrameAt, data: Bytes, confirm: Callable[[], None], paged: Paged
-    ) -> _Batch:
-        size = max_transcoded_bytes(frame.header.layout, RAW)
-        host = torch.empty(size, dtype=torch.uint8, pin_memory=self._device.type == "cuda")
-        raw = FrameAt(0, transcode(data, RAW, host.numpy()), frame.first_token)
-        memory = self._upload(host)
-        sums = self._kernels.scatter(memory, [raw], paged)
-        return _Batch.of(raw, sums, confirm, (host, memory))
 
     def _upload(self, host: torch.Tensor) -> torch.Tensor:
         memory = torch.empty(len(host), dtype=torch.uint8, device=self._device)
@@ -310,10 +282,7 @@ class Reading:
         self._chunk_tokens = transport.session.options.chunk_tokens
         self._parsed: tuple[Bytes, FrameHeader] | None = None
         """The bytes of the last parsed header, and the header."""
-        self._ring_tables: list[DeviceTables] = []
-        """One entry once launched: the tables of all frames, each in the ring slot of its index."""
-        self._has_ring_tables = False
-        self._in_arena: list[Run] = []
+        self._in_arena: list[tuple[DeviceTables, Sequence[Place]]] = []
         self._checked: set[tuple[KVLayout, int]] = set()
         """Layouts and header sizes of frames that were checked to fit the pages."""
         self._queue: deque[_Batch] = deque()
@@ -334,20 +303,16 @@ class Reading:
                 if not self._take(run):
                     break
             confirm = self._confirming()
-            self._verify_all()
+            self._verify_past(0)
         except (*WRONG, UnknownCodecError, TierUnavailableError) as error:
             with suppress(*WRONG):  # those queued before it
-                self._verify_all()
+                self._verify_past(0)
             if isinstance(error, WRONG) and self.done < len(self.keys):
                 self.broken = self.keys[self.done]
             elif isinstance(error, TierUnavailableError) and not self.done:
                 raise  # a file that cannot be read
             confirm = self._confirming()
         confirm()
-
-    def _verify_all(self) -> None:
-        while self._queue:
-            self._verify(self._queue.popleft())
 
     # --- frames as they arrive
 
@@ -370,19 +335,18 @@ class Reading:
         starts = np.stack([np.array([place.offset for place in places]), firsts], 1)
         kernels, copies = self.reader.kernels, self.reader.copies
         words = 1 + -(-self._transport.head_bytes // _WORD_BYTES)
-        found: list[tuple[DeviceTables, Callable[[], NDArray[np.int64]]]] = []
 
-        def launch() -> None:
+        def fetch() -> tuple[DeviceTables, Callable[[], NDArray[np.int64]]]:
             tables = kernels.tables(starts, self._paged)
-            found.append((tables, kernels.words(memory, tables, _WORD_BYTES, words)))
+            return tables, kernels.words(memory, tables, _WORD_BYTES, words)
 
-        copies.launch(launch)
+        found = copies.launched(fetch)
         copies.record().synchronize()
         ((run.tables, wait),) = found
         rows = wait()
         _check_generations(rows[:, 0], places)
         run.heads = np.ascontiguousarray(rows[:, 1:]).view(np.uint8)
-        self._in_arena.append(run)
+        self._in_arena.append((run.tables, places))
 
     def _arena(self) -> torch.Tensor:
         assert self._transport.arena is not None
@@ -393,22 +357,17 @@ class Reading:
 
         The returned function raises LeaseExpiredError if any place was reused by then.
         """
-        waits: list[tuple[Callable[[], NDArray[np.int64]], Sequence[Place]]] = []
-        kernels, work = self.reader.kernels, self.reader.work
-        for run in self._in_arena:
-
-            def launch(run: Run = run) -> None:
-                assert run.tables is not None
-                words = kernels.words(self._arena(), run.tables, _WORD_BYTES, 1)
-                waits.append((words, run.places))
-
-            work.launch(launch)
+        words, work = self.reader.kernels.words, self.reader.work
+        waits = [
+            work.launched(partial(words, self._arena(), tables, _WORD_BYTES, 1))
+            for tables, _ in self._in_arena
+        ]
         done = work.record()
 
         def confirm() -> None:
-            if self._in_arena:
+            if waits:
                 done.synchronize()
-            for wait, places in waits:
+            for (wait,), (_, places) in zip(waits, self._in_arena, strict=True):
                 _check_generations(wait()[:, 0], places)
 
         return confirm
@@ -432,8 +391,8 @@ class Reading:
                 self._parsed = run.heads[number].copy(), header
                 stated = self._alike(run, number, count)
                 stated = stated or [header.segments["checksum"].tolist()]
-            frames = self._queued_in_arena if run.places else self._queued_in_ring
-            frames(run, number, stated)
+            queue = self._queue_in_arena if run.places else self._queue_in_ring
+            queue(run, number, stated)
             number += len(stated)
         return count == len(is_true)
 
@@ -478,33 +437,30 @@ class Reading:
         """Queue a frame of another codec for decoding, as a batch of its own."""
         if run.places:
             raise UnknownCodecError(header.codec_id, "raw, in a device's memory")
-        self._limit_queue()
+        self._verify_past(BATCHES_AHEAD - 1)
         reader, data, confirm = self.reader, run.frames[number], run.confirms[number]
         frame = FrameAt(0, header, (run.index + number) * self._chunk_tokens)
-        begun: list[_Batch] = []
-        reader.work.launch(
-            lambda: begun.append(reader.decoder.begin(frame, data, confirm, self._paged))
-        )
-        begun[0].done = reader.work.record()
-        self._queue.append(begun[0])
+        begin = partial(reader.decoder.begin, frame, data, confirm, self._paged)
+        ((header, sums, confirms, held),) = reader.work.launched(begin)
+        stated, done = [header.segments["checksum"].tolist()], reader.work.record()
+        self._queue.append(_Batch(header, [sums], done, stated, confirms, held))
 
-    def _queued_in_arena(self, run: Run, first: int, stated: list[list[int]]) -> None:
+    def _queue_in_arena(self, run: Run, first: int, stated: list[list[int]]) -> None:
         """Queue frames in place, from *first* of *run* on."""
-        tables = run.tables
+        tables, stop = run.tables, first + len(stated)
         assert tables is not None
-        places = run.places[first : first + len(stated)]
-        frames = self._frames(run.index + first, [place.offset for place in places])
-        cut = tables.cut(first, first + len(stated))
-        sums = self._start(self._arena(), frames, lambda: cut)
-        self._queue.append(_Batch(frames, sums, stated, self.reader.work.record()))
+        offsets = [place.offset for place in run.places[first:stop]]
+        started = self._start(
+            self._arena(), run.index + first, offsets, lambda: tables.cut(first, stop)
+        )
+        self._queue.append(_Batch(*started, stated))
 
-    def _queued_in_ring(self, run: Run, first: int, stated: list[list[int]]) -> None:
+    def _queue_in_ring(self, run: Run, first: int, stated: list[list[int]]) -> None:
         """Queue the copies of host frames into the ring, and from there into the pages."""
-        reader, start = self.reader, run.index + first
+        reader, start, made = self.reader, run.index + first, self._ring_tables
         held = run.frames[first : first + len(stated)]
         if len(held[0]) > reader.frame_bytes:  # all have one length
             raise InvalidFrameError("frame_bytes", len(held[0]), f"<= {reader.frame_bytes}")
-        self._upload_ring_tables()
         slots = [number % len(reader.busy) for number in range(start, start + len(held))]
         for event in {id(event): event for slot in slots if (event := reader.busy[slot])}.values():
             reader.copies.wait(event)
@@ -519,70 +475,67 @@ class Reading:
             ],
         )
         reader.work.wait(reader.copies.record())
-        frames, made = self._frames(start, offsets), self._ring_tables
-        sums = self._start(reader.ring, frames, lambda: made[0].cut(start, start + len(held)))
-        done = reader.work.record()
+        header, sums, done = self._start(
+            reader.ring, start, offsets, lambda: made[0].cut(start, start + len(held))
+        )
         for slot in slots:
             reader.busy[slot] = done
         confirms = run.confirms[first : first + len(stated)]
-        self._queue.append(_Batch(frames, sums, stated, done, confirms, held))
+        self._queue.append(_Batch(header, sums, done, stated, confirms, held))
 
-    def _upload_ring_tables(self) -> None:
-        """Upload the tables of all frames at once: behind copies of frames they would be late."""
-        if self._has_ring_tables:
-            return
-        self._has_ring_tables = True
+    @cached_property
+    def _ring_tables(self) -> list[DeviceTables]:
+        """One entry once launched: the tables of all frames, each in the ring slot of its index.
+
+        Uploaded at once: behind copies of frames they would be late.
+        """
         reader, numbers = self.reader, np.arange(len(self.keys))
         offsets = numbers % len(reader.busy) * reader.frame_bytes
-        starts, made = np.stack([offsets, numbers * self._chunk_tokens], 1), self._ring_tables
-        reader.copies.launch(lambda: made.append(reader.kernels.tables(starts, self._paged)))
-
-    def _frames(self, index: int, offsets: Sequence[int]) -> list[FrameAt]:
-        assert self._parsed is not None
-        header, tokens = self._parsed[1], self._chunk_tokens
-        return [FrameAt(at, header, number * tokens) for number, at in enumerate(offsets, index)]
+        starts = np.stack([offsets, numbers * self._chunk_tokens], 1)
+        return reader.copies.launched(partial(reader.kernels.tables, starts, self._paged))
 
     def _start(
-        self, memory: torch.Tensor, frames: list[FrameAt], tables: Callable[[], DeviceTables]
-    ) -> list[Sums]:
-        """Queue the copy of *frames* into the pages; return a list that gets the sums."""
-        self._limit_queue()
-        reader, header = self.reader, frames[0].header
+        self,
+        memory: torch.Tensor,
+        index: int,
+        offsets: Sequence[int],
+        tables: Callable[[], DeviceTables],
+    ) -> tuple[FrameHeader, list[Sums], Event]:
+        """Queue the copy of frames like the last parsed header, from chunk *index* on, into the
+        pages; return the header, a list that gets the sums, and the end of the work.
+        """
+        self._verify_past(BATCHES_AHEAD - 1)
+        assert self._parsed is not None
+        reader, header, tokens = self.reader, self._parsed[1], self._chunk_tokens
+        frames = [FrameAt(at, header, number * tokens) for number, at in enumerate(offsets, index)]
         like = header.layout, header.header_bytes  # frames with equal row offsets
         if like not in self._checked:
             reader.kernels.check(memory, frames, self._paged)
             self._checked.add(like)
         self._paged.check_slots(like[0], [frame.first_token for frame in frames])
-        sums: list[Sums] = []
+        start = reader.kernels.start
+        sums = reader.work.launched(lambda: start(memory, frames, self._paged, tables()))
+        return header, sums, reader.work.record()
 
-        def launch() -> None:
-            sums.append(reader.kernels.start(memory, frames, self._paged, tables()))
-
-        reader.work.launch(launch)
-        return sums
-
-    def _limit_queue(self) -> None:
-        while len(self._queue) >= BATCHES_AHEAD:
+    def _verify_past(self, most: int) -> None:
+        """Verify the first batches of the queue, all but *most*."""
+        while len(self._queue) > most:
             self._verify(self._queue.popleft())
 
     def _verify(self, batch: _Batch) -> None:
         """Wait for a batch and count its frames up to the first wrong one; raise for that one."""
         try:
-            assert batch.done is not None
             batch.done.synchronize()
             (sums,) = batch.sums
             found = sums()
             for confirm in batch.confirms:
                 confirm()  # raises first: reused memory proves nothing about the chunk
-            if found == batch.stated:
-                self.done += len(found)
-                return
-            for frame, stated, those in zip(batch.frames, batch.stated, found, strict=True):
+            for stated, those in zip(batch.stated, found, strict=True):
                 if stated != those:
-                    segments = frame.header.segments.copy()
+                    segments = batch.header.segments.copy()
                     segments["checksum"] = stated
                     key = self.keys[self.done]
-                    check_sums(replace(frame.header, key=key, segments=segments), those)
+                    check_sums(replace(batch.header, key=key, segments=segments), those)
                 self.done += 1
         except KVStoreError:
             self._queue.clear()  # later frames no longer count

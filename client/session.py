@@ -20,6 +20,7 @@ from kvstore.client.options import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.messages import as_message
 from kvstore.proto.types import Model, Namespace
@@ -80,6 +81,8 @@ class Session:
         self.namespace = Namespace(terms.key_namespace)
         self.peers: Sequence[int] = list(terms.peers)
         """Other servers that this one would grant access to, as last known."""
+        # The server's may exceed any memory.
+        terms.max_frame_bytes = min(terms.max_frame_bytes, MAX_FRAME_BYTES)
         if not (terms.max_message_bytes and terms.heartbeat_ms and terms.max_batch_chunks):
             raise InvalidRequestError("server", connection.address, "it sent invalid session terms")
         self.pace_s = FIRST_PACE_S

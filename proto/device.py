@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 import structlog
@@ -32,6 +32,8 @@ HOST_REGISTER_PORTABLE = 1
 HOST_REGISTER_READ_ONLY = 8
 ARENA_GRANULE_BYTES = 2 << 20
 """An IPC handle exposes the whole CUDA block that memory was cut from: we allocate whole blocks."""
+
+T = TypeVar("T")
 
 logger = structlog.get_logger(__name__)
 
@@ -71,6 +73,12 @@ class Stream(ABC):
     @abstractmethod
     def launch(self, work: Callable[[], object]) -> None:
         """Queue what *work* launches on torch's current stream."""
+
+    def launched(self, work: Callable[[], T]) -> list[T]:
+        """Launch *work*; return a list that gets its result."""
+        found: list[T] = []
+        self.launch(lambda: found.append(work()))
+        return found
 
     @abstractmethod
     def record(self, *, shared: bool = False) -> Event:
@@ -279,7 +287,7 @@ class CudaDevice(Device):
                 " install a CUDA build of torch, name another device, or start without gpu",
             )  # fmt: skip
         self._device = torch.device("cuda", index)
-        with _device_errors():
+        with device_errors():
             self.identity = f"cuda:{torch.cuda.get_device_properties(index).uuid}"
 
     @cached_property
@@ -290,7 +298,7 @@ class CudaDevice(Device):
     @contextmanager
     def _runtime(self) -> Iterator[Any]:
         """Yield cupy's CUDA runtime for calls to this device."""
-        with _device_errors(), self._cupy.cuda.Device(self._index):
+        with device_errors(), self._cupy.cuda.Device(self._index):
             yield self._cupy.cuda.runtime
 
     @override
@@ -321,17 +329,17 @@ class CudaDevice(Device):
 
     @override
     def staging(self, size_bytes: int) -> torch.Tensor:
-        with _device_errors():
+        with device_errors():
             return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
 
     @override
     def stream(self) -> Stream:
-        with _device_errors():
+        with device_errors():
             return CudaStream(torch.cuda.Stream(self._device))
 
     @override
     def current_stream(self) -> Stream:
-        with _device_errors():
+        with device_errors():
             return CudaStream(torch.cuda.current_stream(self._device))
 
     @override
@@ -368,7 +376,7 @@ class CudaDevice(Device):
 
     @override
     def import_event(self, handle: bytes) -> Event:
-        with _device_errors():
+        with device_errors():
             return _CudaEvent(torch.cuda.Event.from_ipc_handle(self._device, handle))
 
     @override
@@ -401,12 +409,12 @@ class CudaStream(Stream):
 
     @override
     def launch(self, work: Callable[[], object]) -> None:
-        with _device_errors(), torch.cuda.stream(self._stream):
+        with device_errors(), torch.cuda.stream(self._stream):
             work()
 
     @override
     def record(self, *, shared: bool = False) -> Event:
-        with _device_errors():
+        with device_errors():
             event = torch.cuda.Event(blocking=True, interprocess=shared)
             event.record(self._stream)
             return _CudaEvent(event)
@@ -414,13 +422,13 @@ class CudaStream(Stream):
     @override
     def wait(self, event: Event) -> None:
         assert isinstance(event, _CudaEvent)
-        with _device_errors():
+        with device_errors():
             self._stream.wait_event(event.event)
 
     @override
     def upload(self, out: torch.Tensor, pieces: Sequence[tuple[int, Bytes]]) -> None:
         # A torch call takes longer than the copy of a small chunk.
-        with _device_errors():
+        with device_errors():
             runtime = import_cupy().cuda.runtime
             first, pointer = out.data_ptr(), self._stream.cuda_stream
             for start, data in pieces:
@@ -436,20 +444,20 @@ class _CudaEvent:
         self.event = event
 
     def query(self) -> bool:
-        with _device_errors():
+        with device_errors():
             return bool(self.event.query())
 
     def synchronize(self) -> None:
-        with _device_errors():
+        with device_errors():
             self.event.synchronize()
 
     def handle(self) -> bytes:
-        with _device_errors():
+        with device_errors():
             return bytes(self.event.ipc_handle())
 
 
 @contextmanager
-def _device_errors() -> Iterator[None]:
+def device_errors() -> Iterator[None]:
     """Turn errors of torch and cupy (both RuntimeError) into TierUnavailableError."""
     try:
         yield

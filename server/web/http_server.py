@@ -20,9 +20,10 @@ from kvstore.server.security.certificates import checked_pair
 from kvstore.server.security.key_files import WatchedFile
 
 MAX_CONNECTIONS = 64
-"""Concurrent connections; as many more are answered 503, and those beyond closed."""
+"""Concurrent connections; as many more are answered 503, and those beyond closed at once, before a
+TLS handshake."""
 MAX_PER_ADDRESS = 32
-"""Connections of one address, half of all; further ones are answered 503."""
+"""Connections of one address, half of all; MAX_CONNECTIONS more are answered 503."""
 SILENT_S = 20.0
 """A connection without a complete request for this time is closed."""
 KEEP_ALIVE_S = 5
@@ -51,8 +52,6 @@ class _Protocol(H11Protocol):
         served = sum(one._is_served for one in others)
         self._is_served = served < MAX_CONNECTIONS and sum(alike) < MAX_PER_ADDRESS
         self.limit_concurrency = None if self._is_served else 0  # 0: answered 503
-        if len(others) >= 2 * MAX_CONNECTIONS or alike.count(False) >= MAX_CONNECTIONS:
-            self.transport.abort()
         self._wait_for_request()
         link = transport.get_extra_info("ssl_object")
         der = link.getpeercert(binary_form=True) if link is not None else None
@@ -81,6 +80,36 @@ class _Protocol(H11Protocol):
         if self._silence is not None:
             self._silence.cancel()
         super().connection_lost(exc)
+
+
+class _Listener(socket.socket):
+    """Closes connections beyond the limits, those in a TLS handshake included."""
+
+    def __init__(self, made: socket.socket) -> None:
+        super().__init__(made.family, made.type, made.proto, made.detach())
+        self._open: dict[socket.socket, str] = {}
+        """Addresses of connections."""
+
+    @override
+    def accept(self) -> tuple[socket.socket, Any]:
+        link, address = super().accept()
+        self._open = {one: host for one, host in self._open.items() if one.fileno() >= 0}
+        alike, most = list(self._open.values()).count(address[0]), MAX_PER_ADDRESS + MAX_CONNECTIONS
+        if len(self._open) >= 2 * MAX_CONNECTIONS or alike >= most:
+            link.close()
+            raise ConnectionAbortedError  # which asyncio ignores
+        self._open[link] = address[0]
+        return link, address
+
+
+class _Tls(ssl.SSLContext):
+    """Makes each connection by the current files: a context cannot drop an authority."""
+
+    files: WatchedFile[ssl.SSLContext]
+
+    @override
+    def wrap_bio(self, *args: Any, **options: Any) -> ssl.SSLObject:
+        return self.files.value.wrap_bio(*args, **options)
 
 
 class HttpServer:
@@ -114,11 +143,11 @@ class HttpServer:
             h11_max_incomplete_event_size=MAX_REQUEST_BYTES,
         )
         config.load()
-        self._files: WatchedFile[None] | None = None
+        self._files: WatchedFile[ssl.SSLContext] | None = None
         if tls is not None:
-            config.ssl = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-            files = tuple(filter(None, tls))
-            self._files = WatchedFile(files, partial(_load, config.ssl, tls))
+            config.ssl = context = _Tls(ssl.PROTOCOL_TLS_SERVER)
+            self._files = WatchedFile(tuple(filter(None, tls)), partial(_load, tls))
+            context.files = self._files
         self._server = uvicorn.Server(config)
         self._socket = _listen(address)
         self.port: int = self._socket.getsockname()[1]
@@ -143,10 +172,10 @@ class HttpServer:
         self._socket.close()
 
 
-def _load(context: ssl.SSLContext, tls: TlsFiles, *data: bytes) -> None:
-    """Load the files, whose content is *data*, into *context*. Raises InvalidRequestError."""
+def _load(tls: TlsFiles, *data: bytes) -> ssl.SSLContext:
+    """Return a context of the files, whose content is *data*. Raises InvalidRequestError."""
     checked_pair(*data)
-    cert, key, client_ca = tls
+    context, (cert, key, client_ca) = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), tls
     try:
         context.load_cert_chain(cert, key)
         if client_ca is not None:
@@ -154,6 +183,7 @@ def _load(context: ssl.SSLContext, tls: TlsFiles, *data: bytes) -> None:
             context.load_verify_locations(client_ca)
     except (ssl.SSLError, OSError) as error:  # changed again meanwhile
         raise InvalidRequestError("tls_cert", str(cert), str(error)) from None
+    return context
 
 
 def _listen(address: tuple[str, int]) -> socket.socket:
@@ -162,12 +192,13 @@ def _listen(address: tuple[str, int]) -> socket.socket:
         found = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
         family, *_, where = found[0]
         is_v6 = family == socket.AF_INET6 and socket.has_dualstack_ipv6()
-        listening = socket.create_server(
+        made = socket.create_server(
             (str(where[0]), port), family=family, backlog=BACKLOG, dualstack_ipv6=is_v6
         )
     except OSError as error:
         fix = f"{(error.strerror or '').partition(' (')[0]}; choose another address"
         raise InvalidRequestError("http", f"{host}:{port}", fix) from None
+    listening = _Listener(made)
     # Closes the connection of a reader that has stalled.
     listening.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, STUCK_MS)
     return listening

@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers.credentials import Authority
+from helpers.credentials import Authority, KeyRing
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from helpers.prompts import SMALL, keys_of
 from helpers.trust_world import SERVICE, World, chunks_for, request_of
@@ -38,6 +38,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     flags = (
         *("--shared-pools", "library=acme+zeta:ops,curated=*:acme"),
         *("--tenant-limits", "lent=0:0:2,hasty=0:5:0,small=3:0:0,putter=0:10:0"),
+        *("--tenant-quotas", "pool:library=16KiB"),
     )
     world = World(tmp_path_factory.mktemp("trust"), *flags)
     yield world
@@ -123,6 +124,20 @@ def test_a_pool_is_read_by_its_readers_and_filled_by_its_writers(world: World) -
     stranger = world.client(world.new_key("stranger"), tenant="pool:library")
     with pytest.raises(PermissionDeniedError):
         stranger.lookup(keys=keys)
+
+
+def test_a_pool_has_a_quota_and_its_chunks_count_against_no_tenants(world: World) -> None:
+    key = world.new_key("ops")
+    writer = world.client(key, tenant="pool:library")
+    for seed in range(200, 210):
+        puts = writer.put_chunks(chunks_for(writer, seed)[1])
+        assert [put.outcome for put in puts] == [PutOutcome.stored] * 4
+    (pool,) = world.call(world.admin, "Quota", pb.QuotaRequest(tenant="pool:library")).tenants
+    (cpu,) = (tier for tier in pool.tiers if tier.tier == "cpu")
+    assert (cpu.quota_bytes, 0 < cpu.used_bytes <= cpu.quota_bytes) == (16 << 10, True)
+    change = pb.SetQuotaRequest(tenant="pool:library", quota_bytes=32 << 10)
+    (pool,) = world.call(world.admin, "SetQuota", change).tenants
+    assert {tier.quota_bytes for tier in pool.tiers} == {32 << 10}
 
 
 # --- roles, on every way in
@@ -220,7 +235,7 @@ def test_a_tenant_has_so_many_chunks_and_an_admin_changes_that(world: World) -> 
     # What was there when it was put, and on its way out by the old limit, is put again.
     assert eventually(has_room), used
     everybody = world.call(world.admin, "Quota", pb.QuotaRequest(tenant="*")).tenants
-    assert [one.tenant for one in everybody] == ["hasty", "lent", "putter", "small"]
+    assert [one.tenant for one in everybody] == ["hasty", "lent", "pool:library", "putter", "small"]
     with pytest.raises(InvalidRequestError, match="--tenant-quotas"):
         world.call(world.admin, "SetQuota", pb.SetQuotaRequest(tenant="acme", quota_bytes=1))
 
@@ -329,17 +344,20 @@ def test_a_certificate_that_is_revoked_is_refused_and_ends_its_sessions(
         serve("--tls-crl", crl)
     ca.revoke()
     bad, good = (Access(True, ca.path, *ca.issue(n, tenant="acme")) for n in ("bad", "good"))
-    server = serve("--tls-crl", crl)
+    ring = KeyRing(tmp_path / "keys")
+    both = replace(bad, token=ring.make("acme"))
+    server = serve("--tls-crl", crl, "--auth-keys", str(ring.path))
     request = pb.OpenSessionRequest(representation=as_message(pb.Representation, SMALL))
-    for access in (bad, good):
+    for access in (bad, both, good):
         with closing(Connection(f"localhost:{server.node.port}", 1, access=access)) as connection:
             connection.call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
-    assert len(server.node.sessions) == 2
+    assert len(server.node.sessions) == 3
     ca.revoke(tmp_path / "bad.crt")
     assert eventually(lambda: len(server.node.sessions) == 1)
-    assert eventually(lambda: server.counter("revoked_sessions") == 1)  # counted after
-    with pytest.raises(UnauthenticatedError, match="revoked"):
-        status(server, bad)
+    assert eventually(lambda: server.counter("revoked_sessions") == 2)  # counted after
+    for access in (bad, both):
+        with pytest.raises(UnauthenticatedError, match="revoked"):
+            status(server, access)
     status(server, good)
 
 

@@ -6,6 +6,7 @@ import asyncio
 import base64
 import http.client
 import json
+import shutil
 import socket
 import ssl
 import time
@@ -269,7 +270,8 @@ def test_where_callers_are_asked_the_page_is_for_admins(world: Callable[..., Wor
     for path in ("/", "/data", "/events", "/dashboard.js"):
         assert ask(server, path)[0] == 401
         assert ask(server, path, basic("kvs_000000000000_wrong"))[0] == 401
-        assert ask(server, path, {"Authorization": "Basic ???"})[0] == 401
+        for proof in ("Basic ???", "Basic \xe9"):
+            assert ask(server, path, {"Authorization": proof})[0] == 401
         assert ask(server, path, basic(guarded.acme))[0] == 403
     assert ask(server, "/", basic(guarded.admin))[0] == 200
     assert ask(server, "/", {"Authorization": f"Bearer {guarded.admin}"})[0] == 200
@@ -321,6 +323,35 @@ def test_over_tls_all_of_it_goes_to_admins_and_a_certificate_may_be_replaced(
     assert eventually(lambda: ask_tls(guarded, "/", admin) == 200)
     with pytest.raises((OSError, http.client.HTTPException)):
         ask(guarded.server, "/metrics")  # in plain text
+
+
+def test_handshakes_that_stall_are_bounded_and_keep_no_other_address_out(
+    world: Callable[..., World],
+) -> None:
+    guarded = world("--http", "127.0.0.1:0", "--http-tls")
+    with ExitStack() as stack:
+        links = [stack.enter_context(link_to(guarded.server)) for _ in range(3 * MAX_CONNECTIONS)]
+        for link in links[2 * MAX_CONNECTIONS :]:
+            with suppress(ConnectionError):
+                assert link.recv(1) == b""
+        context = ssl.create_default_context(cafile=str(guarded.ca.path))
+        with link_to(guarded.server, "127.0.0.2") as link:
+            context.wrap_socket(link, server_hostname="localhost").close()
+
+
+def test_an_authority_that_was_replaced_certifies_no_callers_any_more(
+    world: Callable[..., World], tmp_path: Path
+) -> None:
+    former, latter = Authority(tmp_path, "former"), Authority(tmp_path, "latter")
+    gone = former.issue("gone", tenant="ops", roles=("admin",))
+    boss = latter.issue("boss", tenant="ops", roles=("admin",))
+    bundle = tmp_path / "bundle"
+    shutil.copy(former.path, bundle)
+    guarded = world("--http", "127.0.0.1:0", "--http-tls", "--tls-client-ca", str(bundle))
+    assert ask_tls(guarded, "/", {}, gone) == 200
+    shutil.copy(latter.path, bundle)
+    assert eventually(lambda: ask_tls(guarded, "/", {}, boss) == 200)
+    assert ask_tls(guarded, "/", {}, gone) == 0
 
 
 def test_a_certificate_opens_the_page_and_refusals_are_written_down(
