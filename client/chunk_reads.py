@@ -134,9 +134,15 @@ def target_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Target | N
         if len(out) < len(keys):
             raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")
         out = given(out)
-    target = fresh if out is None else out
-    stopped = STOPPED.get()
-    return target if stopped is None else _stoppable(target, stopped)
+    target, stopped = fresh if out is None else out, STOPPED.get()
+    if stopped is None:
+        return target
+
+    def place(index: int, layout: KVLayout) -> Any:
+        check_not_stopped(stopped)
+        return target(index, layout)
+
+    return place
 
 
 STOPPED: ContextVar[threading.Event | None] = ContextVar("STOPPED", default=None)
@@ -147,14 +153,6 @@ def check_not_stopped(stopped: threading.Event | None) -> None:
     """Raise KVStoreError once the call is cancelled."""
     if stopped is not None and stopped.is_set():
         raise KVStoreError("the call was cancelled")
-
-
-def _stoppable(target: Target, stopped: threading.Event) -> Target:
-    def place(index: int, layout: KVLayout) -> Any:
-        check_not_stopped(stopped)
-        return target(index, layout)
-
-    return place
 
 
 def read_layers(
@@ -236,11 +234,11 @@ def read_frame(
             deadline_ms=deadline_ms,
             min_accuracy=accuracy_number(accuracy),
         )
-        parts = map(arrival_of, link.connection.stream("Get", request, deadline_ms))
-        found = list(FrameAssembler(MAX_FRAME_BYTES).frames(parts))
-        if not found:
+        with closing(link.connection.stream("Get", request, deadline_ms)) as replies:
+            found = next(FrameAssembler(MAX_FRAME_BYTES).frames(map(arrival_of, replies)), None)
+        if found is None:
             return None
-        data = np.asarray(found[0].data)
+        data = np.asarray(found.data)
         try:
             header = check_header(session, key, data, len(data), accuracy)
             check_frame(data, key)
@@ -259,7 +257,8 @@ def list_chunks(link: ServerLink, request: pb.ListRequest) -> Sequence[pb.ChunkS
 
     def work(transport: Transport, left_ms: LeftMs) -> Sequence[pb.ChunkStat]:
         request.session_id = transport.session.terms.session_id
-        pages = link.connection.stream("List", request, left_ms())
-        return [chunk for page in pages for chunk in page.chunks]
+        with closing(link.connection.stream("List", request, left_ms())) as pages:
+            chunks = (chunk for page in pages for chunk in page.chunks)
+            return list(islice(chunks, request.limit or None))
 
     return link.run(work)

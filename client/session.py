@@ -22,6 +22,7 @@ from kvstore.client.options import ClientOptions
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.keys import representation_digest
 from kvstore.proto.messages import as_message, as_value
 from kvstore.proto.types import Model, Namespace
@@ -105,7 +106,10 @@ class Session:
         self.peers: Sequence[int] = list(reply.peers)
         """Other servers that this one would grant access to, as last known."""
         space, boot_id = Namespace(reply.key_namespace), reply.server.boot_id
-        self.terms = as_value(SessionTerms, reply, namespace=space, boot_id=boot_id)
+        most = min(reply.max_frame_bytes, MAX_FRAME_BYTES)  # the server's may exceed any memory
+        self.terms = as_value(
+            SessionTerms, reply, namespace=space, boot_id=boot_id, max_frame_bytes=most
+        )
         if not (reply.max_message_bytes and reply.heartbeat_ms and reply.max_batch_chunks):
             raise InvalidRequestError("server", connection.address, "it sent invalid session terms")
         self.pace_s = FIRST_PACE_S

@@ -44,6 +44,8 @@ MAX_LISTING_BYTES = 4 << 20
 MAX_TOPOLOGY_BYTES = 1 << 20
 RETRY_AFTER_S = 0.5
 """A failed server of a Cluster is not used for this long."""
+REFUSED_S = 30.0
+"""A server that refused a command itself does not count for this long as one that works."""
 MIN_RENEW_S = 0.1
 """Least time between two requests for the topology."""
 MIN_REQUEST_SHARE = 0.1
@@ -77,6 +79,7 @@ _FIXES: tuple[tuple[type[Exception] | tuple[type[Exception], ...], str], ...] = 
     (LoadingError, "wait until it has loaded its data"),
     ((SlotLostError, errors.ClusterDownError), "restart its masters, or let replicas take over"),
     (errors.TimeoutError, "check that it is up and not overloaded, or raise --redis-timeout-ms"),
+    (errors.OutOfMemoryError, "raise its maxmemory, or let it evict (allkeys-lru)"),
     (errors.InvalidResponse, "check that the URL names a Redis, and no proxy changes its answers"),
     (errors.ResponseError, "see the server's log"),
 )
@@ -114,10 +117,13 @@ class Topology:
         self._reason = "no server has answered yet"
         self._cause: Exception | None = None
 
-    def has_others(self) -> bool:
-        """Return whether any master of a Cluster is not known to be down."""
-        masters = set(self.holders) if self.is_cluster else ()
-        return any(server is not None and not server.is_suspended for server in masters)
+    def has_others(self, *, is_refusal: bool) -> bool:
+        """Return whether any master of a Cluster is not known to be down; nor, for *is_refusal*, to
+        have refused a command.
+        """
+        known = {server for server in self.holders if server is not None and self.is_cluster}
+        up = (server for server in known if not server.is_suspended)
+        return any(not is_refusal or server.refused_at + REFUSED_S < self._clock() for server in up)
 
     def server_of(self, name: bytes | Server, deadline: float) -> Server:
         """Return the server of the key called *name*."""
@@ -131,8 +137,11 @@ class Topology:
             raise errors.ConnectionError(f"{server}: failed recently and is not retried yet")
         return server
 
-    def note_failure(self, server: Server, error: Exception) -> None:
-        """Follow a moved slot, and mark the topology stale."""
+    def note_failure(self, server: Server, error: Exception, *, is_local: bool) -> None:
+        """Note a refusal; after *is_local* errors follow a moved slot, and renew the topology."""
+        if not is_local:
+            server.refused_at = self._clock()
+            return
         if self.is_cluster and not isinstance(error, errors.ResponseError):
             server.retry_at = self._clock() + RETRY_AFTER_S
         with self._lock:
@@ -302,11 +311,13 @@ class RedisClient:
         for at, reply in replies.items():
             if isinstance(reply, WrongTypeError):
                 replies[at] = None
-            elif isinstance(reply, errors.OutOfMemoryError):
-                raise reply
             elif isinstance(reply, Exception):
                 is_local = at in undone or isinstance(reply, _LOCAL)
-                if not (is_local and self._is_partial(reply)):
+                is_partial = self._is_partial(reply, is_local=is_local)
+                is_one = not is_partial or len({call[0] for call in calls}) == 1
+                if is_one and isinstance(reply, errors.OutOfMemoryError):
+                    raise reply
+                if not is_partial:
                     raise self._unavailable(reply)
                 replies[at] = self._unavailable(reply, is_partial=True)
         return [replies[at] for at in range(len(calls))]
@@ -327,8 +338,9 @@ class RedisClient:
         for server, (was_sent, found) in _exchange(commands, deadline, reply_bytes).items():
             for at, reply in zip(groups[server], found, strict=True):
                 replies[at] = reply
-                if isinstance(reply, Exception) and (not was_sent or isinstance(reply, _LOCAL)):
-                    self._topology.note_failure(server, reply)
+                if isinstance(reply, Exception) and not isinstance(reply, WrongTypeError):
+                    is_local = not was_sent or isinstance(reply, _LOCAL)
+                    self._topology.note_failure(server, reply, is_local=is_local)
                     if not was_sent or isinstance(reply, _ELSEWHERE):
                         undone[at] = calls[at]
         return replies, undone
@@ -355,12 +367,13 @@ class RedisClient:
                 return False
             except _FAILED as error:
                 is_curable = isinstance(error, _LOCAL)
-                if server is not None and is_curable:
-                    self._topology.note_failure(server, error)
+                if server is not None:
+                    self._topology.note_failure(server, error, is_local=is_curable)
                 # Bytes reported to *arrived* are not requested again.
                 may_repeat = may_repeat and is_curable and not received_bytes
                 if not may_repeat or self._clock() >= deadline:
-                    raise self._unavailable(error, is_partial=self._is_partial(error)) from None
+                    is_partial = self._is_partial(error, is_local=is_curable)
+                    raise self._unavailable(error, is_partial=is_partial) from None
                 may_repeat = False
 
     def unserved_slots(self) -> int:
@@ -384,9 +397,10 @@ class RedisClient:
             raise TierUnavailableError(self._tier, f"{self.url}: closed; open it again")
         return self._clock() + self._timeout_s + payload_bytes / SLOWEST_BYTES_PER_S
 
-    def _is_partial(self, error: Exception) -> bool:
+    def _is_partial(self, error: Exception, *, is_local: bool) -> bool:
         """Return whether other parts of the Cluster still work."""
-        return not isinstance(error, errors.ClusterDownError) and self._topology.has_others()
+        is_down = isinstance(error, errors.ClusterDownError)
+        return not is_down and self._topology.has_others(is_refusal=not is_local)
 
     def _unavailable(self, error: Exception, *, is_partial: bool = False) -> TierUnavailableError:
         """Return *error* with a fix and without passwords."""

@@ -318,6 +318,7 @@ class Server:
         for _ in range(options.limit):
             self._free.put(None)
         self.retry_at = 0.0
+        self.refused_at = -math.inf
         self._nearest_s = float("inf")
         """Time of the fastest answer, which estimates the server's distance: others had waits."""
         self._is_closed = False

@@ -21,9 +21,10 @@ from kvstore.server.api.service import Backend
 from kvstore.server.api.validation import require
 from kvstore.server.index.known_models import ModelNamespace
 from kvstore.server.index.queries import ChunkDetails
-from kvstore.server.security.authorization import POOL_PREFIX, access_to
+from kvstore.server.security.authorization import access_to
 from kvstore.server.security.rate_limits import TenantLimits
 from kvstore.server.security.sessions import Principal, Session, check_tenant
+from kvstore.server.settings.values import POOL_PREFIX
 from kvstore.server.store.explain import Explainer, LoggedMiss, Reason, Report, SimilarModel
 from kvstore.server.store.scrub import EVERY_TENANT, clear, keys_of_tenant
 from kvstore.server.telemetry.request_trace import RequestLog, check_local
@@ -161,7 +162,8 @@ class AdminCalls:
 
     def SetQuota(self, request: pb.SetQuotaRequest, caller: Principal) -> pb.QuotaResponse:
         """Change a tenant's quotas until the restart: all of the request, or nothing."""
-        tenant = check_tenant(request.tenant)
+        tenant = request.tenant
+        check_tenant(tenant.removeprefix(POOL_PREFIX))
         given = {name: getattr(request, name) for name in _LIMITS if request.HasField(name)}
         limits = replace(self._limits.of(tenant), **given)
         sizes = {

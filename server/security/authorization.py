@@ -17,13 +17,12 @@ from kvstore.server.security.rate_limits import Limits, RateLimit, TenantLimits
 from kvstore.server.security.sessions import Principal, Session, SessionTable
 from kvstore.server.settings.rules import Pool
 from kvstore.server.settings.settings import Settings
+from kvstore.server.settings.values import POOL_PREFIX
 from kvstore.server.telemetry.metrics import Counters
 
 ANY = "any"
 OPEN = "open"
 """Needs no role: health probes."""
-POOL_PREFIX = "pool:"
-"""Prefix of a shared pool's name as a tenant; real tenants' names have no colon."""
 PREFIX_BYTES = 8
 MAX_TENANT_CHARS = 128
 REFUSALS_PER_S = 20

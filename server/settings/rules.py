@@ -35,6 +35,7 @@ from kvstore.server.settings.values import (
     OwnPath,
     Size,
     Tenant,
+    TenantOrPool,
     TierSize,
     checked_size,
     format_size,
@@ -254,11 +255,11 @@ TenantCodecs = Annotated[
 
 
 class TenantQuota(Rule):
-    """The quota and guaranteed minimum of one tenant on a tier; no tier: on each."""
+    """The quota and guaranteed minimum of a tenant or pool on a tier; no tier: on each."""
 
     _form = "(?P<tenant>[^/=]+)(/(?P<tier>[^=]+))?=(?P<quota>[^:]+)(:(?P<guaranteed>.+))?"
     _fix = "TENANT=SIZE, TENANT=SIZE:GUARANTEED or TENANT/TIER=SIZE"
-    tenant: Tenant
+    tenant: TenantOrPool
     tier: Annotated[
         str, AfterValidator(_one_of(TIER_NAMES, "name one of {}, or no tier for each of them"))
     ] = ""

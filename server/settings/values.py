@@ -34,6 +34,8 @@ DIRECTORY = "directory"
 """In ``peers``: the servers in the node directory."""
 EVERY_OTHER = "*"
 """In lists of tenants: every tenant that is not listed."""
+POOL_PREFIX = "pool:"
+"""Prefix of a shared pool's name as a tenant; real tenants' names have no colon."""
 MAX_LIMIT = 1 << 40
 BUCKETS = 4096
 """Limit of tenants with limits, and of rate limiters."""
@@ -141,6 +143,11 @@ def check_tenant_name(name: str) -> str:
     return name
 
 
+def _tenant_or_pool(name: str) -> str:
+    check_tenant_name(name.removeprefix(POOL_PREFIX))
+    return name
+
+
 def _tenant_or_other(name: str) -> str:
     return name if name == EVERY_OTHER else check_tenant_name(name)
 
@@ -216,6 +223,7 @@ Millis = Annotated[int, Field(ge=1, le=86_400_000), "MS"]
 MAX_DEADLINE_MS = 600_000
 Share = Annotated[float, Field(ge=0.0, le=1.0), "SHARE"]
 Tenant = Annotated[str, AfterValidator(check_tenant_name)]
+TenantOrPool = Annotated[str, AfterValidator(_tenant_or_pool)]
 AnyTenant = Annotated[str, AfterValidator(_tenant_or_other)]
 OwnPath = Annotated[Path, AfterValidator(absolute), "PATH"]
 

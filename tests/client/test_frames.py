@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
@@ -275,7 +276,7 @@ def stream_of(replies: Sequence[Arrival], error: KVStoreError | None = None) -> 
         if error is not None:
             raise error
 
-    stream = LayerStream(drawn(), limit_bytes=100)
+    stream = LayerStream(drawn(), limit_bytes=100, most=2)
     assert len(list(stream.arriving())) == 2
     stream.expect(PLAN)
     return stream
@@ -289,7 +290,7 @@ def taken(stream: LayerStream, number: int) -> bytes | None:
 
 @pytest.mark.parametrize("cut", [1, 2, 100])
 def test_ranges_are_what_their_parts_add_up_to_whoever_asks_first(cut: int) -> None:
-    stream = LayerStream(iter([*HEADERS, *segments(*PLAN, cut=cut)]), limit_bytes=11)
+    stream = LayerStream(iter([*HEADERS, *segments(*PLAN, cut=cut)]), limit_bytes=11, most=2)
     opened = list(stream.arriving())
     assert [(one.index, one.tier, one.frame_bytes) for one in opened] == [
         (0, "cpu", 11), (1, "cpu", 11)
@@ -303,7 +304,7 @@ def test_what_is_passed_over_or_wanted_by_nobody_does_not_come() -> None:
     stream = stream_of([*HEADERS, *segments(PLAN[0], PLAN[2])])
     assert [taken(stream, number) for number in range(4)] == [b"aa", None, b"bbb", None]
     assert taken(stream_of(HEADERS), 3) is None
-    assert list(LayerStream(iter([]), 100).arriving()) == []
+    assert list(LayerStream(iter([]), 100, 2).arriving()) == []
     stream = stream_of([*HEADERS, *segments(*PLAN)])
     stream.drop(1)
     assert [taken(stream, number) for number in (0, 1, 2)] == [b"aa", None, b"bbb"]
@@ -341,11 +342,17 @@ def test_headers_of_frames_that_cannot_be_are_refused() -> None:
     for size_bytes, head in ((101, HEAD), (1 << 63, HEAD), (5, HEAD), (11, b"")):
         replies = iter([reply(0, 0, head, size_bytes)])
         with pytest.raises(InvalidFrameError, match="frame_bytes="):
-            list(LayerStream(replies, limit_bytes=100).arriving())
+            list(LayerStream(replies, limit_bytes=100, most=2).arriving())
+
+
+def test_headers_without_end_are_refused_past_the_chunks_requested() -> None:
+    endless = (reply(index, 0, HEAD) for index in itertools.count())
+    with pytest.raises(InvalidFrameError, match="index=2: 2 were requested"):
+        list(LayerStream(endless, limit_bytes=100, most=2).arriving())
 
 
 def test_a_header_of_which_too_little_came_is_refused_whatever_the_frame_s_size() -> None:
-    (cut,) = LayerStream(iter([reply(0, 0, HEAD, 500)]), limit_bytes=500).arriving()
+    (cut,) = LayerStream(iter([reply(0, 0, HEAD, 500)]), 500, 1).arriving()
     with pytest.raises(InvalidFrameError, match="frame=6: a frame has at least"):
         parse_header(cut.data)
 
@@ -494,7 +501,7 @@ def test_reads_that_wait_for_what_is_on_its_way_hold_no_thread_that_others_need(
     def read() -> int:
         if not is_layered:
             return len(reader.read(Wanted(session, KEYS[:2]), frames())[0])
-        stream = LayerStream(pieces(), len(frame))
+        stream = LayerStream(pieces(), len(frame), 1)
         return len(list(LayerReader(reader, Wanted(session, KEYS[:1])).layers(stream.arriving())))
 
     with ThreadPoolExecutor(reader.threads) as callers:

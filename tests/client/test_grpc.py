@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from itertools import product
 from threading import Event
 from types import SimpleNamespace
 from typing import Any
@@ -14,7 +15,7 @@ import pytest
 from conftest import ServerMaker
 from contracts.transport import TransportContract
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
-from helpers.prompts import SMALL
+from helpers.prompts import SMALL, store
 from simulation.clock import FakeClock
 
 from kvstore.client import ClientOptions
@@ -75,6 +76,28 @@ def test_a_server_that_contradicts_itself_is_an_error_of_the_store() -> None:
     peer: Any = SimpleNamespace(address="there", call=lambda *_: reply)
     with pytest.raises(InvalidRequestError, match="server='there': it sent invalid session terms"):
         Session(peer, SMALL, ClientOptions())
+
+
+def test_what_a_server_sends_past_the_request_is_not_kept(
+    server: LocalServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    client = server.connect("grpc")
+    keys, genuine = store(client, 1, 2), Connection.stream
+
+    def endless(self: Connection, *request: Any) -> Iterator[Any]:
+        for number, reply in product(range(100), list(genuine(self, *request))):
+            if isinstance(reply, pb.GetResponse):
+                reply.index = number
+            yield reply
+        raise AssertionError("all of it was read")
+
+    frame = client.frame(keys[0])
+    assert frame is not None
+    monkeypatch.setattr(Connection, "stream", endless)
+    again = client.frame(keys[0])
+    assert again is not None
+    assert again[1] == frame[1]
+    assert len(client.list(2)) == 2
 
 
 def test_failure_of_grpc_s_own_becomes_an_error_of_the_store() -> None:

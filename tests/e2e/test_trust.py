@@ -38,6 +38,7 @@ def world(tmp_path_factory: pytest.TempPathFactory) -> Iterator[World]:
     flags = (
         *("--shared-pools", "library=acme+zeta:ops,curated=*:acme"),
         *("--tenant-limits", "lent=0:0:2,hasty=0:5:0,small=3:0:0,putter=0:10:0"),
+        *("--tenant-quotas", "pool:library=16KiB"),
     )
     world = World(tmp_path_factory.mktemp("trust"), *flags)
     yield world
@@ -123,6 +124,20 @@ def test_a_pool_is_read_by_its_readers_and_filled_by_its_writers(world: World) -
     stranger = world.client(world.new_key("stranger"), tenant="pool:library")
     with pytest.raises(PermissionDeniedError):
         stranger.lookup(keys=keys)
+
+
+def test_a_pool_has_a_quota_and_its_chunks_count_against_no_tenants(world: World) -> None:
+    key = world.new_key("ops")
+    writer = world.client(key, tenant="pool:library")
+    for seed in range(200, 210):
+        puts = writer.put_chunks(chunks_for(writer, seed)[1])
+        assert [put.outcome for put in puts] == [PutOutcome.stored] * 4
+    (pool,) = world.call(world.admin, "Quota", pb.QuotaRequest(tenant="pool:library")).tenants
+    (cpu,) = (tier for tier in pool.tiers if tier.tier == "cpu")
+    assert (cpu.quota_bytes, 0 < cpu.used_bytes <= cpu.quota_bytes) == (16 << 10, True)
+    change = pb.SetQuotaRequest(tenant="pool:library", quota_bytes=32 << 10)
+    (pool,) = world.call(world.admin, "SetQuota", change).tenants
+    assert {tier.quota_bytes for tier in pool.tiers} == {32 << 10}
 
 
 # --- roles, on every way in
@@ -220,7 +235,7 @@ def test_a_tenant_has_so_many_chunks_and_an_admin_changes_that(world: World) -> 
     # What was there when it was put, and on its way out by the old limit, is put again.
     assert eventually(has_room), used
     everybody = world.call(world.admin, "Quota", pb.QuotaRequest(tenant="*")).tenants
-    assert [one.tenant for one in everybody] == ["hasty", "lent", "putter", "small"]
+    assert [one.tenant for one in everybody] == ["hasty", "lent", "pool:library", "putter", "small"]
     with pytest.raises(InvalidRequestError, match="--tenant-quotas"):
         world.call(world.admin, "SetQuota", pb.SetQuotaRequest(tenant="acme", quota_bytes=1))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import time
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 
 import pytest
@@ -18,10 +18,15 @@ from helpers.redis_process import RedisProcess
 from structlog.testing import capture_logs
 
 from kvstore.proto.errors import TierUnavailableError
-from kvstore.proto.types import ChunkInfo
+from kvstore.proto.types import ChunkInfo, ChunkKey
+from kvstore.server.cluster.directory import Directory
+from kvstore.server.cluster.membership import NodeAddress
+from kvstore.server.settings.values import Limits
+from kvstore.server.telemetry.metrics import Counters
 from kvstore.tiers.base import Tier
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_chunks import KeyNames
+from kvstore.tiers.redis_client import RedisClient
 
 RedisTierMaker = Callable[..., RedisTier]
 
@@ -177,6 +182,10 @@ def test_master_that_refuses_makes_its_slots_miss_and_no_others(
     expected = [None if info in infos[refusing.port] else info for info in flat(infos)]
     refusing.client.config_set("min-replicas-to-write", 1)  # a read prolongs the chunk's life
     assert [get(tier, info) is not None for info in flat(infos)] == [bool(i) for i in expected]
+    fresh_info = [make_info(seed, 10) for seed in range(20_000, 20_012)]
+    refused = [info for info in fresh_info if not was_put(tier, info)]
+    assert {cluster.holder_of(NAMES.manifest(info.key)) for info in refused} == {refusing}
+    assert len(refused) < len(fresh_info)
     refusing.client.config_set("min-replicas-to-write", 0)
     refusing.client.config_set("maxclients", 1)  # it has one, which sets this
     fresh = open_redis_tier(guest)
@@ -185,6 +194,47 @@ def test_master_that_refuses_makes_its_slots_miss_and_no_others(
     assert eventually(lambda: fresh.find([info.key for info in flat(infos)]) == flat(infos))
     for node in cluster.nodes:
         node.command("ACL", "DELUSER", "guest")
+
+
+def test_masters_that_all_refuse_make_the_tier_unavailable(
+    cluster: RedisCluster, open_redis_tier: RedisTierMaker
+) -> None:
+    infos, tier = on_each_node(cluster, 1), open_redis_tier(cluster.url)
+    for node in cluster.nodes:
+        node.client.config_set("min-replicas-to-write", 1)
+    assert [refusal_of(tier, info).is_partial for info in flat(infos)] == [True, True, False]
+    for node in cluster.nodes:
+        node.client.config_set("min-replicas-to-write", 0)
+    fill_all(tier, flat(infos))
+
+
+@pytest.mark.parametrize("setting", ["maxmemory", "min-replicas-to-write"])
+def test_master_that_takes_no_writes_costs_its_entries_and_not_the_directory(
+    cluster: RedisCluster, setting: str
+) -> None:
+    keys = [ChunkKey(number.to_bytes(32, "big")) for number in range(64)]
+    refusing = cluster.nodes[0].client
+    with ExitStack() as stack:
+        first, second = (
+            Directory(
+                RedisClient("redis", cluster.url, 5000, 4),
+                NodeAddress(f"n{at}", at, "", f"10.0.0.{at}:1"),
+                "kvs:1:", Limits(directory_ttl_ms=2000), Counters(),
+            )
+            for at in (1, 2)
+        )  # fmt: skip
+        for one in (first, second):
+            one.start()
+            stack.callback(one.close)
+        assert eventually(lambda: len(first.report().nodes) == len(second.report().nodes) == 1)
+        refusing.config_set(setting, 1)
+        stack.callback(refusing.config_set, setting, 0)
+        first.announce(keys)
+        assert eventually(lambda: 0 < len(second.holders(keys, 5.0)) < len(keys))
+        time.sleep(3)  # longer than nodes live without a beat
+        assert len(first.report().nodes) == len(second.report().nodes) == 1
+        refusing.config_set(setting, 0)
+        assert eventually(lambda: len(second.holders(keys, 5.0)) == len(keys))
 
 
 def test_cluster_that_is_down_as_a_whole_is_unavailable(
