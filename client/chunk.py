@@ -8,12 +8,13 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Hashable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from numbers import Real
+from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 import numpy as np
@@ -85,8 +86,12 @@ def is_on_device(tensor: object) -> bool:
 
 def twin(tensor: Any) -> Any:
     """Return a one-element host tensor expanded to the shape and dtype of a GPU's *tensor*, for
-    checks; anything else as it is. Raises LayoutMismatchError.
+    checks, also in lists and mappings; anything else as it is. Raises LayoutMismatchError.
     """
+    if isinstance(tensor, Mapping):
+        return {name: twin(one) for name, one in tensor.items()}
+    if isinstance(tensor, Sequence):
+        return list(map(twin, tensor))
     if not is_on_device(tensor):
         return tensor
     import torch
@@ -96,19 +101,25 @@ def twin(tensor: Any) -> Any:
     return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
 
 
+def tensors_in(nested: Any) -> Iterator[Any]:
+    """Yield the tensors of lists and mappings; *nested* itself if it is neither."""
+    some = list(nested.values()) if isinstance(nested, Mapping) else nested
+    if isinstance(some, str) or not isinstance(some, Sequence):
+        yield some
+    else:
+        yield from chain.from_iterable(map(tensors_in, some))
+
+
 def place_of(tensor: Any) -> NDArray[Any]:
     """Return an array at the addresses of a GPU's *tensor*, to be compared and never read."""
-
-    class Place:
-        __array_interface__ = {  # noqa: RUF012
-            "data": (tensor.data_ptr(), False),
-            "shape": tuple(tensor.shape),
-            "strides": tuple(tensor.element_size() * stride for stride in tensor.stride()),
-            "typestr": f"|u{tensor.element_size()}",
-            "version": 3,
-        }
-
-    return np.asarray(Place())
+    place = {
+        "data": (tensor.data_ptr(), False),
+        "shape": tuple(tensor.shape),
+        "strides": tuple(tensor.element_size() * stride for stride in tensor.stride()),
+        "typestr": f"|u{tensor.element_size()}",
+        "version": 3,
+    }
+    return np.asarray(SimpleNamespace(__array_interface__=place))
 
 
 def host_tensor(shape: Sequence[int], dtype: torch.dtype) -> torch.Tensor:
@@ -164,8 +175,12 @@ def check_apart(name: str, tensors: Iterable[TensorLike]) -> None:
     arrays = [array for array in places if array.size]
     spans = sorted((*_span(name, array), number) for number, array in enumerate(arrays))
     for (_, end, one), (start, _, other) in pairwise(spans):
-        if start < end and _share(arrays[one], arrays[other]):
-            raise InvalidRequestError(name, "overlapping", "give tensors that do not share memory")
+        if start >= end:
+            continue
+        with suppress(np.exceptions.TooHardError):
+            if np.shares_memory(arrays[one], arrays[other], max_work=_MAX_WORK):
+                fix = "give tensors that do not share memory"
+                raise InvalidRequestError(name, "overlapping", fix)
 
 
 def _span(name: str, array: Part) -> tuple[int, int]:
@@ -179,13 +194,6 @@ def _span(name: str, array: Part) -> tuple[int, int]:
             size += (count - 1) * stride
     before = sum((count - 1) * min(0, stride) for stride, count in axes)
     return start + before, start + before + size
-
-
-def _share(one: Part, other: Part) -> bool:
-    try:
-        return np.shares_memory(one, other, max_work=_MAX_WORK)
-    except np.exceptions.TooHardError:
-        return False
 
 
 def to_arrays(tensors: LayerTensors) -> AnyTensors:
@@ -466,25 +474,21 @@ class Shard:
         groups = [group for group in model.layer_groups if layout.has(group.kind)]
         return self.layers is None or any(has_any(group, self.layers) for group in groups)
 
+    @lru_cache(maxsize=64)  # noqa: B019 - a value, as small as its key
     def in_chunk(self, model: Model, layout: KVLayout) -> ChunkShard:
         """Return its layers and heads of a chunk of *layout*.
 
         Raises LayoutMismatchError when it exceeds the model, or has nothing of the chunk.
         """
-        return _in_chunk(self, model, layout)
-
-
-@lru_cache(maxsize=64)
-def _in_chunk(shard: Shard, model: Model, layout: KVLayout) -> ChunkShard:
-    extents: list[Extent | None] = []
-    for group, heads in zip(model.layer_groups, shard.heads_of(model), strict=True):
-        if not layout.has(group.kind):
-            continue
-        first, stop = 0, len(group.layer_ids)
-        if shard.layers is not None:
-            first, stop = (bisect_left(group.layer_ids, at) for at in shard.layers)
-        extents.append(None if first == stop else Extent(first, stop, *heads))
-    return ChunkShard(layout, tuple(extents))
+        extents: list[Extent | None] = []
+        for group, heads in zip(model.layer_groups, self.heads_of(model), strict=True):
+            if not layout.has(group.kind):
+                continue
+            first, stop = 0, len(group.layer_ids)
+            if self.layers is not None:
+                first, stop = (bisect_left(group.layer_ids, at) for at in self.layers)
+            extents.append(None if first == stop else Extent(first, stop, *heads))
+        return ChunkShard(layout, tuple(extents))
 
 
 def has_any(group: LayerGroup, layers: Span) -> bool:

@@ -7,13 +7,12 @@ from contextlib import closing
 from dataclasses import dataclass
 from itertools import chain
 from threading import Lock
-from typing import Any, NamedTuple, TypeAlias
+from typing import Any, TypeAlias
 
 import numpy as np
 
 from kvstore.client.chunk import (
     Chunk,
-    Span,
     TensorLike,
     bits,
     check_apart,
@@ -22,18 +21,15 @@ from kvstore.client.chunk import (
     host_tensor,
     is_on_device,
     parents,
+    tensors_in,
     twin,
 )
 from kvstore.client.decode import Layer
 from kvstore.client.paged_cache import Blocks, PagedCache, kept_from
 from kvstore.codecs.base import Part
-from kvstore.proto.errors import (
-    InvalidRequestError,
-    LayoutMismatchError,
-    is_whole,
-)
+from kvstore.proto.errors import InvalidRequestError, LayoutMismatchError, is_whole
 from kvstore.proto.keys import chunk_spans
-from kvstore.proto.types import ChainDigest, ChunkKey, DType, KVLayout, LayerGroup, LayerKind, Model
+from kvstore.proto.types import ChainDigest, ChunkKey, KVLayout, LayerGroup, LayerKind, Model
 
 KV: TypeAlias = "TensorLike | Mapping[int, Sequence[TensorLike]] | Sequence[TensorLike] | Blocks"
 """One tensor (layers, 2, kv_heads, tokens, head_dim), numpy or torch, CPU or CUDA; of hybrid models
@@ -42,7 +38,6 @@ head_dim) each; or ``cache[block_ids]`` of a PagedCache. All of the model's dtyp
 integers of its size."""
 STAGED_BYTES = 256 << 20
 """Limit of KV of CUDA tensors staged in host memory at once, but at least one chunk."""
-_NUMPY = {DType.float16: "f2", DType.float32: "f4", DType.uint8: "u1", DType.int8: "i1"}
 
 
 class WholeKV:
@@ -58,11 +53,11 @@ class WholeKV:
         """Whether all of it may be written to."""
         return all(p.flags.writeable for group in self._groups for parts in group for p in parts)
 
-    def chunk(self, start: int, stop: int, layout: KVLayout | None = None) -> Any:
+    def chunk(self, start: int, stop: int, layout: KVLayout) -> Any:
         """Return tokens *start* to *stop* as they lie, of the layers that *layout* has."""
         found = []
         for group, layers in zip(self._model.layer_groups, self._groups, strict=True):
-            if layout is None or layout.has(group.kind):
+            if layout.has(group.kind):
                 first = kept_from(group, start, stop)
                 found.append([[part[:, first:stop] for part in parts] for parts in layers])
         return found
@@ -79,49 +74,51 @@ class StagedKV:
         self, name: str, kv: Any, model: Model, prompt: Prompt, *, is_target: bool
     ) -> None:
         self._model = model
-        self._ids: list[int] | None = None
-        self._axes: tuple[str, ...] = ()
-        self._block_tokens = 1
-        self._prompt, self._start, self._stop = prompt, prompt.first, prompt.stop
+        self._blocks = kv if isinstance(kv, Blocks) else None
+        self._prompt = prompt
         numbers = [number for group in model.layer_groups for number in group.layer_ids]
         far: Iterable[Any]
         if isinstance(kv, Blocks):
-            self._axes, self._block_tokens = kv.cache.axes, kv.cache.block_tokens
-            self._ids, self.tokens, far = kv.block_ids.tolist(), kv.tokens, kv.cache.far
+            self.tokens, far = kv.tokens, kv.cache.far
         else:
-            self.tokens = _checked(name, kv, model).tokens
-            far = (kv[at] for at in numbers) if isinstance(kv, Mapping) else _by_layer(kv)
+            tensors = list(tensors_in(kv))
+            if not all(map(is_on_device, tensors)):
+                fix = "give CUDA tensors only, or none"
+                raise LayoutMismatchError(name, "a tensor on the host", fix)
+            self.tokens = WholeKV(model, _groups(name, twin(kv), model)).tokens
+            if isinstance(kv, Mapping):
+                far = (kv[at] for at in numbers)
+            else:
+                far = (list(layer) for one in tensors for layer in one.detach())
         self._far: dict[int, Sequence[Any]] = dict(zip(numbers, far, strict=True))
         has_windows = any(group.kind is LayerKind.window for group in model.layer_groups)
         self._is_read = not is_target or has_windows
         """Also for targets with windows: tokens left out of them keep the caller's contents."""
-        self._size = prompt.chunk_tokens
-        chunk_bytes = KVLayout.of(model, self._size).raw_bytes
-        self.most = max(1, STAGED_BYTES // chunk_bytes)
+        self.most = max(1, STAGED_BYTES // KVLayout.of(model, prompt.chunk_tokens).raw_bytes)
         self._part: _StagedPart | None = None
         self._opening = Lock()
 
-    def chunk(self, start: int, stop: int, layout: KVLayout | None = None) -> Any:
+    def chunk(self, start: int, stop: int, layout: KVLayout) -> Any:
         """Do what ``WholeKV.chunk`` does, in host memory. Raises TierUnavailableError.
 
         Invalidates what was returned for other parts of the prompt.
         """
-        tokens = self.most * self._size
-        first = start - (start - self._start) % tokens
+        tokens = self.most * self._prompt.chunk_tokens
+        first = start - (start - self._prompt.spans[0][0]) % tokens
         with self._opening:  # concurrent callers wait for the same part
             if self._part is None or self._part.start != first:
                 self._part = None  # frees its memory first
-                self._part = self._open(first, min(self._stop, first + tokens))
+                self._part = self._open(first, min(self._prompt.stop, first + tokens))
             held = self._part
         return held.chunk(start, stop, layout)
 
     def _open(self, start: int, stop: int) -> _StagedPart:
-        if self._ids is None:
+        if self._blocks is None:
             far = {at: [one[:, start:stop] for one in some] for at, some in self._far.items()}
             return _StagedPart(self._model, far, start, is_read=self._is_read)
-        size = self._block_tokens
-        ids = self._ids[start // size : -(-stop // size)]
-        blocks = _BlockIds(ids, size, self._axes)
+        cache, ids = self._blocks.cache, self._blocks.block_ids
+        size = cache.block_tokens
+        blocks = Blocks(cache, ids[start // size : -(-stop // size)])
         return _StagedPart(self._model, self._far, start, blocks, is_read=self._is_read)
 
     def upload(self, count: int, layers: Iterable[int] = ()) -> None:
@@ -141,14 +138,6 @@ class StagedKV:
                 yield layer
 
 
-class _BlockIds(NamedTuple):
-    """The blocks of a part, *size* tokens each, of pages with *axes*."""
-
-    ids: list[int]
-    size: int
-    axes: tuple[str, ...]
-
-
 class _StagedPart:
     """Tokens from *start* on of a prompt, in host memory: a copy of *far*, if it *is_read*.
 
@@ -160,14 +149,16 @@ class _StagedPart:
         model: Model,
         far: Mapping[int, Sequence[Any]],
         start: int,
-        blocks: _BlockIds | None = None,
+        blocks: Blocks | None = None,
         *,
         is_read: bool,
     ) -> None:
         self.start = start
-        self._blocks = blocks
+        self._axes = () if blocks is None else blocks.cache.axes
+        self._size = 1 if blocks is None else blocks.cache.block_tokens
+        self._ids = None if blocks is None else blocks.block_ids.tolist()
         self._far = far
-        self._first = start if blocks is None else start - start % blocks.size
+        self._first = start - start % self._size
         self._copies: dict[int, list[tuple[Any, Any]]] = {}
         with copying(*chain(*far.values())):
             buffers = {at: list(map(self._allocate, some)) for at, some in far.items()}
@@ -175,42 +166,40 @@ class _StagedPart:
                 ends = (map(self._blocks_first, map(bits, some)) for some in (far[at], buffer))
                 self._copies[at] = list(zip(*ends, strict=True))
             for one, other in chain.from_iterable(self._copies.values()) if is_read else ():
-                other.copy_(one if blocks is None else one[blocks.ids])
+                other.copy_(one if self._ids is None else one[self._ids])
         self._held: WholeKV | Blocks
-        if blocks is None:
+        if self._ids is None:
             self._held = WholeKV(model, _groups("kv", buffers, model))
         else:
-            pages = [some[0] if "kv" in blocks.axes else some for some in buffers.values()]
-            cache = PagedCache(model, pages, " ".join(blocks.axes))
-            self._held = cache[range(len(blocks.ids))]
+            pages = [some[0] if "kv" in self._axes else some for some in buffers.values()]
+            self._held = PagedCache(model, pages, " ".join(self._axes))[range(len(self._ids))]
 
-    def chunk(self, start: int, stop: int, layout: KVLayout | None) -> Any:
+    def chunk(self, start: int, stop: int, layout: KVLayout) -> Any:
         return self._held.chunk(start - self._first, stop - self._first, layout)
 
     def _allocate(self, far: Any) -> Any:
-        if self._blocks is None:
+        if self._ids is None:
             return host_tensor(far.shape, far.dtype)
-        at = self._blocks.axes.index("block")
+        at = self._axes.index("block")
         shape = [size for axis, size in enumerate(far.shape) if axis != at]
-        return host_tensor((len(self._blocks.ids), *shape), far.dtype).movedim(0, at)
+        return host_tensor((len(self._ids), *shape), far.dtype).movedim(0, at)
 
     def _blocks_first(self, tensor: Any) -> Any:
-        blocks = self._blocks
-        return tensor if blocks is None else tensor.movedim(blocks.axes.index("block"), 0)
+        return tensor if self._ids is None else tensor.movedim(self._axes.index("block"), 0)
 
     def upload(self, stop: int, layers: Iterable[int]) -> None:
         start, stop = self.start - self._first, stop - self._first
         with copying(*chain(*self._far.values())):
             for number in layers or self._copies:
                 for far, near in self._copies[number]:
-                    if self._blocks is None:
+                    if self._ids is None:
                         far[:, :stop].copy_(near[:, :stop])
                     else:
-                        self._scatter(self._blocks, far, near, (start, stop))
+                        self._scatter(self._ids, far, near, (start, stop))
 
-    def _scatter(self, blocks: _BlockIds, far: Any, near: Any, tokens: tuple[int, int]) -> None:
+    def _scatter(self, ids: list[int], far: Any, near: Any, tokens: tuple[int, int]) -> None:
         """Copy *tokens* of one tensor's pages, and no other slot of a block."""
-        (ids, size, axes), (start, stop) = blocks, tokens
+        size, (start, stop) = self._size, tokens
         whole = range(-(-start // size), stop // size)
         if whole:
             some = ids[whole.start : whole.stop]
@@ -219,29 +208,9 @@ class _StagedPart:
         for at in sorted({start // size, stop // size} - set(whole)):
             slots = (max(start - at * size, 0), min(stop - at * size, size))
             if slots[0] < slots[1]:
-                axis = [name for name in axes if name != "block"].index("token")
+                axis = [name for name in self._axes if name != "block"].index("token")
                 cut = (slice(None),) * axis + (slice(*slots),)
                 far[ids[at]][cut].copy_(near[at][cut])
-
-
-def _checked(name: str, kv: Any, model: Model) -> WholeKV:
-    """Return KV of the shapes of *kv*, CUDA tensors, checked like host tensors."""
-    if not all(map(is_on_device, _tensors(kv))):
-        raise LayoutMismatchError(name, "a tensor on the host", "give CUDA tensors only, or none")
-    if isinstance(kv, Mapping):
-        twins: Any = {
-            number: list(map(twin, parts)) if isinstance(parts, Sequence) else twin(parts)
-            for number, parts in kv.items()
-        }
-    else:
-        twins = twin(kv) if hasattr(kv, "shape") else list(map(twin, kv))
-    return WholeKV(model, _groups(name, twins, model))
-
-
-def _by_layer(kv: Any) -> Iterator[list[Any]]:
-    """Yield the parts of each layer of one tensor a group."""
-    tensors: list[Any] = _tensors(kv)
-    return (list(layer) for one in tensors for layer in one.detach())
 
 
 AnyKV: TypeAlias = WholeKV | StagedKV | Blocks
@@ -258,7 +227,7 @@ def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -
             raise LayoutMismatchError(name, kv.cache.model.model_id, "give a cache of this Model")
         staged = bool(kv.cache.far)
     else:
-        staged = any(map(is_on_device, _tensors(kv)))
+        staged = any(map(is_on_device, tensors_in(kv)))
     if staged:
         found = StagedKV(name, kv, model, prompt, is_target=is_target)
     elif isinstance(kv, Blocks):
@@ -271,15 +240,8 @@ def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -
     if is_target and not found.is_writable:
         raise InvalidRequestError(name, "read-only", "give writable memory")
     if is_target and not isinstance(kv, Blocks):  # a PagedCache has checked its pages
-        check_apart(name, _tensors(kv))
+        check_apart(name, tensors_in(kv))
     return found
-
-
-def _tensors(kv: Any) -> list[TensorLike]:
-    if isinstance(kv, Mapping):
-        lists = (parts if isinstance(parts, Sequence) else [parts] for parts in kv.values())
-        return [part for parts in lists for part in parts]
-    return [kv] if hasattr(kv, "shape") else list(kv) if isinstance(kv, Sequence) else []
 
 
 def _groups(name: str, kv: Any, model: Model) -> list[list[list[Part]]]:
@@ -325,17 +287,16 @@ def empty_kv(model: Model, tokens: int) -> Any:
 
     They are numpy arrays, or torch tensors for types that numpy lacks.
     """
-    found = [_empty(group, tokens) for group in model.layer_groups]
+    found: list[Any] = []
+    for group in model.layer_groups:
+        shape = (len(group.layer_ids), group.parts, group.kv_heads, tokens, group.head_dim)
+        if hasattr(np, group.dtype.name):
+            found.append(np.empty(shape, group.dtype.name))
+        else:
+            import torch
+
+            found.append(torch.empty(shape, dtype=getattr(torch, group.dtype.name)))
     return found[0] if len(found) == 1 else found
-
-
-def _empty(group: LayerGroup, tokens: int) -> Any:
-    shape = (len(group.layer_ids), group.parts, group.kv_heads, tokens, group.head_dim)
-    if group.dtype in _NUMPY:
-        return np.empty(shape, _NUMPY[group.dtype])
-    import torch
-
-    return torch.empty(shape, dtype=getattr(torch, group.dtype.name))
 
 
 def first_tokens(kv: Any, tokens: int) -> Any:
@@ -421,11 +382,6 @@ class Prompt:
         return zip(self.keys, before, self.spans, strict=True)
 
     @property
-    def first(self) -> int:
-        """The first token of the chunks that are left."""
-        return self.spans[0][0] if self.spans else self.stop
-
-    @property
     def least_tokens(self) -> int:
         """The least tokens that KV of this prompt must have."""
         return self.stop if self._exact or not self.stop else self.stop - self.chunk_tokens + 1
@@ -436,13 +392,11 @@ def batches_to_put(model: Model, prompt: Prompt, held: AnyKV) -> Iterator[list[C
     named = list(prompt.chunks)
     most = held.most if isinstance(held, StagedKV) else max(1, len(named))
     for at in range(0, len(named), most):
-        yield [_chunk(model, held, *one) for one in named[at : at + most]]
-
-
-def _chunk(model: Model, held: AnyKV, key: ChunkKey, parent: ChainDigest, span: Span) -> Chunk:
-    first, stop = span
-    layout = KVLayout.of(model, stop - first)
-    return Chunk(key, held.chunk(first, stop), parent=parent, position=first, layout=layout)
+        yield [  # no name keeps a chunk while the next ones are staged
+            Chunk(key, held.chunk(first, stop, of), parent=parent, position=first, layout=of)
+            for key, parent, (first, stop) in named[at : at + most]
+            for of in [KVLayout.of(model, stop - first)]
+        ]
 
 
 @dataclass(frozen=True, slots=True)

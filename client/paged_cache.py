@@ -15,6 +15,7 @@ from kvstore.client.chunk import (
     check_apart,
     group_array,
     is_on_device,
+    tensors_in,
     twin,
 )
 from kvstore.codecs.base import Part
@@ -77,43 +78,34 @@ class PagedCache:
         count = sum(len(group.layer_ids) for group in model.layer_groups)
         if len(layers) != count:
             raise LayoutMismatchError("layers", len(layers), f"give pages of {count} layers")
-        rest = tuple(name for name in order if name != "layer")
-        if "kv" in rest and any(isinstance(entry, Sequence) for entry in layers):
-            raise _mismatch(rest, "leave kv out if K and V are separate tensors")
-        self.axes = rest
+        self.axes = tuple(name for name in order if name != "layer")
+        if "kv" in order and any(isinstance(entry, Sequence) for entry in layers):
+            raise _mismatch(self.axes, "leave kv out if K and V are separate tensors")
         self.far: list[list[Any]] = []
         """The tensors of each layer of CUDA pages, by ``axes``; ``groups`` has their shapes."""
-        everything = [list(_tensors_of(entry)) for entry in layers]
+        everything = [list(tensors_in(entry)) for entry in layers]
         on_device = [is_on_device(one) for some in everything for one in some]
         if any(on_device):
             if not all(on_device):
                 fix = "give CUDA tensors only, or none"
                 raise LayoutMismatchError("pages", "some on the host", fix)
-            self.far = everything
-            layers = [
-                list(map(twin, one)) if isinstance(one, Sequence) else twin(one) for one in layers
-            ]
+            self.far, layers = everything, twin(layers)
         entries = iter(layers)
         self.groups: list[list[list[Part]]] = [
-            [_parts(next(entries), rest, group) for _ in group.layer_ids]
+            [_parts(next(entries), self.axes, group) for _ in group.layer_ids]
             for group in model.layer_groups
         ]
-        shapes = {(p.shape[0], p.shape[2]) for g in self.groups for parts in g for p in parts}
+        every = [part for group in self.groups for parts in group for part in parts]
+        shapes: set[tuple[int, int]] = {(part.shape[0], part.shape[2]) for part in every}
         if len(shapes) != 1:
             raise LayoutMismatchError(
                 "pages", sorted(shapes), "all layers need the same number of blocks, of one size"
             )
-        self.blocks: int
-        self.block_tokens: int
         self.blocks, self.block_tokens = shapes.pop()
-        if self.is_writable:
-            given: Any = [pages] if "layer" in order else pages
-            check_apart("pages", [t for one in given for t in _tensors_of(one)])
-
-    @property
-    def is_writable(self) -> bool:
+        self.is_writable = all(part.flags.writeable for part in every)
         """Whether all pages may be written to."""
-        return all(p.flags.writeable for g in self.groups for parts in g for p in parts)
+        if self.is_writable:
+            check_apart("pages", tensors_in(pages))
 
     def __getitem__(self, block_ids: Sequence[int]) -> Blocks:
         """Return the KV of a request. Raises InvalidRequestError for unknown or repeated ids."""
@@ -150,8 +142,8 @@ class Blocks:
         for group, layers in zip(self.cache.model.layer_groups, self.cache.groups, strict=True):
             if layout is not None and not layout.has(group.kind):
                 continue
-            span, first = whole, kept_from(group, start, stop)
-            if first != start:
+            span = whole
+            if (first := kept_from(group, start, stop)) != start:
                 span = BlockSpan.of(self.block_ids, self.cache.block_tokens, first, stop)
             found.append([[BlockPart(pages, span) for pages in parts] for parts in layers])
         return found
@@ -185,7 +177,7 @@ def _parts(
 ) -> list[Part]:
     """Return the pages of each part of one layer, (blocks, kv_heads, block_tokens, head_dim)."""
     arrays = []
-    for tensor in _tensors_of(entry):
+    for tensor in tensors_in(entry):
         _check_rank(tensor, axes)
         array = group_array("pages", tensor, group)
         arrays.append(array.view(f"u{array.dtype.itemsize}"))
@@ -195,10 +187,6 @@ def _parts(
     if len(arrays) != group.parts:
         raise LayoutMismatchError("kv", len(arrays), f"give {group.parts} parts a layer")
     return [_ordered(array, axes, group) for array in arrays]
-
-
-def _tensors_of(entry: TensorLike | Sequence[TensorLike]) -> Sequence[TensorLike]:
-    return entry if isinstance(entry, Sequence) else [entry]
 
 
 def _check_rank(tensor: TensorLike, axes: tuple[str, ...]) -> None:

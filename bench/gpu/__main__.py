@@ -136,10 +136,11 @@ class Engine:
     def load(self, keys: Sequence[Any]) -> int:
         """Load *keys* into the pages, as for a request; return how many were read."""
         from kvstore.client.engines.vllm.blocks import LoadJob
+        from kvstore.client.engines.vllm.messages import LoadSpec
         from kvstore.proto.types import DIGEST_BYTES, ChainDigest
 
-        digests = [ChainDigest(key[DIGEST_BYTES:]) for key in keys]
-        job = LoadJob(digests, self.tables, 0, self.side.mark(), lambda: None, lambda: False)
+        spec = LoadSpec("", tuple(ChainDigest(key[DIGEST_BYTES:]) for key in keys), ())
+        job = LoadJob(spec, self.tables, self.side.mark(), lambda: None, lambda: False)
         self.side.read(job)
         return job.read
 

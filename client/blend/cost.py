@@ -16,7 +16,6 @@ from statistics import median
 from typing import Literal, NamedTuple, TypeAlias
 
 import numpy as np
-from numpy.typing import NDArray
 
 from kvstore.client.blend.engine import BlendResult
 from kvstore.client.blend.plan import BlendPlan
@@ -55,8 +54,7 @@ Action: TypeAlias = Literal["full", "prefix", "blend"]
 class Work(NamedTuple):
     """A pass's work per layer: stored tokens placed, rows computed, pairs attended.
 
-    A row at the end of n tokens attends to n of them; m rows spread over n tokens to about
-    m (2 n - m) / 2; ``pairs`` is twice that.
+    m rows spread over n tokens attend to about m (2 n - m) / 2 tokens; ``pairs`` is twice that.
     """
 
     passes: float
@@ -93,32 +91,27 @@ class Speed:
 
 
 class CostMeter:
-    """Fits a Speed to measured work; *prior* holds until then. Thread-safe.
-
-    ``error_share``: the 80th percentile of the last predictions' relative errors.
-    """
+    """Fits a Speed to measured work; *prior* holds until then. Thread-safe."""
 
     def __init__(self, prior: Speed) -> None:
         self.speed = prior
         self.error_share = _NO_SAMPLES_ERROR
+        """The 80th percentile of the last predictions' relative errors."""
+        self.is_measured = False
         self._prior = prior
         self._lock = threading.Lock()
         self._samples: deque[tuple[Work, float]] = deque(maxlen=SAMPLES_KEPT)
         self._errors: deque[float] = deque(maxlen=ERRORS_KEPT)
-
-    @property
-    def is_measured(self) -> bool:
-        """Whether any work was measured."""
-        return bool(self._samples)
 
     def observe(self, work: Work, seconds: float) -> None:
         """Record the time of *work*; *seconds* that is not a positive number is ignored."""
         if not (math.isfinite(seconds) and seconds > 0):
             return
         with self._lock:
-            if self._samples:  # the prior's error is not the fit's
+            if self.is_measured:  # the prior's error is not the fit's
                 self._errors.append(abs(self.speed.seconds(work) / seconds - 1))
             self._samples.append((work, seconds))
+            self.is_measured = True
             if len(self._errors) >= 4:
                 place = int(_CAUTIOUS_SHARE * (len(self._errors) - 1))
                 self.error_share = sorted(self._errors)[place]
@@ -126,10 +119,9 @@ class CostMeter:
 
 
 def _fitted(prior: Speed, samples: Sequence[tuple[Work, float]]) -> Speed:
-    """Return the speed with the least relative error and no negative terms.
+    """Return the speed of least squares (of relative errors), scaled to the last samples' median.
 
-    Least squares; a term that would be negative is set to 0 and the others are refitted. The
-    result is scaled by the median slowdown of the last samples.
+    A term that would be negative is set to 0, and the others are refitted.
     """
     work = np.array([one for one, _ in samples])
     seconds = np.array([taken for _, taken in samples])
@@ -138,12 +130,10 @@ def _fitted(prior: Speed, samples: Sequence[tuple[Work, float]]) -> Speed:
     rows = np.vstack([work / seconds[:, None] * scale, _PRIOR_WEIGHT * np.eye(4)])
     wanted = np.concatenate([np.ones(len(samples)), _PRIOR_WEIGHT * start / scale])
     is_free = np.ones(4, dtype=bool)
-    found: NDArray[np.float64] = np.zeros(4)
-    while is_free.any():
+    found = np.full(4, -1.0)
+    while (found < 0).any():
         found = np.zeros(4)
         found[is_free] = np.linalg.lstsq(rows[:, is_free], wanted, rcond=None)[0]
-        if (found >= 0).all():
-            break
         is_free &= found > 0
     fitted = found * scale if found[2:].sum() > 0 else start
     expected = work[-LEVEL_SAMPLES:] @ fitted
@@ -169,10 +159,7 @@ class Decision:
 
 
 class BlendPlanner:
-    """Chooses an action and the wait for loads, for one engine. Thread-safe.
-
-    *prior*: the engine's speed until it was measured.
-    """
+    """Chooses an action and the wait for loads, at first by *prior*. Thread-safe."""
 
     def __init__(self, n_layers: int, prior: Speed, link: LinkMeter) -> None:
         self.full = CostMeter(prior)
@@ -180,7 +167,7 @@ class BlendPlanner:
         self._n_layers = n_layers
         self._link = link
         self._lock = threading.Lock()  # guards the number below
-        self._byte_s = math.nan
+        self._byte_s: float | None = None
 
     def choose(
         self, plan: BlendPlan, token_bytes: float, *, can_skip_rows: bool = False
@@ -189,7 +176,6 @@ class BlendPlanner:
 
         The plan's ratio is the smallest acceptable one. Ratios from it to 1 are compared; of those
         within FREE_SHARE of the fastest the largest is chosen: better quality at no cost.
-
         *token_bytes*: a stored token's bytes on the link, all layers. *can_skip_rows*: the source
         omits the rows in ``narrow``. Raises InvalidRequestError.
         """
@@ -276,14 +262,12 @@ class BlendPlanner:
             return
         self._link.observe(size_bytes, seconds)
         with self._lock:
-            faded = 0.0 if math.isnan(self._byte_s) else _FADING * self._byte_s
-            self._byte_s = max(seconds / size_bytes, faded)
+            self._byte_s = max(seconds / size_bytes, _FADING * (self._byte_s or 0.0))
 
     def wait_s(self, tokens: int, size_bytes: int) -> float:
         """Return the total wait for loads of *size_bytes*, for a prompt of *tokens* tokens."""
         if not self.full.is_measured:
             return FIRST_WAIT_S
-        full_s, load_s = self._full_s(tokens), self._byte_s * size_bytes
-        if math.isnan(load_s):
-            return MAX_WAIT_SHARE * full_s
+        full_s = self._full_s(tokens)
+        load_s = full_s if self._byte_s is None else self._byte_s * size_bytes
         return min(MAX_WAIT_SHARE * full_s, LOAD_FACTOR * load_s + SLACK_SHARE * full_s)

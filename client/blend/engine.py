@@ -11,7 +11,6 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from concurrent.futures import TimeoutError as WaitedTooLong
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Protocol
@@ -20,6 +19,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
+from kvstore.client.blend import selectors
 from kvstore.client.blend.layer_pass import (
     EngineAdapter,
     LayerKV,
@@ -29,14 +29,6 @@ from kvstore.client.blend.layer_pass import (
     place_segments,
 )
 from kvstore.client.blend.plan import BlendPlan, Origin
-from kvstore.client.blend.selectors import (
-    check_selector,
-    chooses_any,
-    computed_rows,
-    measure_of,
-    rows_of,
-    sink_rows,
-)
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, KVStoreError
 
 LAYER_WAIT_S = 10.0
@@ -78,11 +70,10 @@ class MemorySource:
 
 
 class LayerLoader:
-    """Reads *layers* of *source* ahead, in a thread.
+    """Reads *layers* of *source* ahead, in a thread that a with statement ends.
 
     *patience_s*: how long ``take`` waits for all of them; for one at most LAYER_WAIT_S.
-    ``load_s`` is the source's time, ``wait_s`` the part that was waited for. A with statement
-    ends the thread; a source's call in progress is left to its own deadline.
+    ``load_s`` is the source's time, ``wait_s`` the part that was waited for.
     """
 
     def __init__(self, source: LayerSource, layers: int, patience_s: float) -> None:
@@ -97,6 +88,7 @@ class LayerLoader:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        # After an error a source's call in progress is left to its own deadline.
         self._thread.shutdown(wait=kind is None, cancel_futures=True)
 
     def take(self) -> Mapping[int, LayerKV]:
@@ -105,7 +97,7 @@ class LayerLoader:
         limit_s = max(0.0, min(LAYER_WAIT_S, self._patience_s - self.wait_s))
         try:
             return pending.result(limit_s)
-        except WaitedTooLong as error:
+        except TimeoutError as error:
             if pending.done():  # the source's own deadline
                 raise
             raise DeadlineError(f"a layer did not arrive within {limit_s:.3g} s") from error
@@ -204,10 +196,7 @@ class Blender:
     def decode(
         self, tokens: Sequence[int], result: BlendResult, count: int
     ) -> tuple[list[int], Tensor]:
-        """Return *count* greedily decoded tokens after *tokens*, whose KV is *result*'s.
-
-        Also returns the logits they were chosen by: (count, vocabulary).
-        """
+        """Return *count* tokens, decoded greedily after *tokens*, and their logits."""
         kv, logits = _padded(result, count), [result.logits[-1:]]
         found = [int(logits[0].argmax())]
         while len(found) < count:
@@ -217,18 +206,14 @@ class Blender:
 
     @torch.inference_mode()
     def score(self, tokens: Sequence[int], result: BlendResult, follows: Sequence[int]) -> Tensor:
-        """Return the logits that predict *follows* after *tokens*: (follows, vocabulary).
-
-        Teacher-forced, on the KV of *result*; the first row is *result*'s last.
-        """
+        """Return the teacher-forced logits of *follows* after *tokens*: (follows, vocabulary)."""
         found = self._extend((*tokens, *follows), _padded(result, len(follows)), len(tokens))
         return torch.cat([result.logits[-1:], found[:-1]])
 
     def _extend(self, tokens: Sequence[int], kv: Sequence[LayerKV], first: int) -> Tensor:
         """Compute *tokens* from *first* on, extending *kv*; return their logits."""
-        count = len(tokens)
-        there = [(k[:, :count], v[:, :count]) for k, v in kv]
-        work = LayerPass(tokens, torch.arange(first, count), first)
+        there = [(k[:, : len(tokens)], v[:, : len(tokens)]) for k, v in kv]
+        work = LayerPass(tokens, torch.arange(first, len(tokens)), first)
         return work.run(self.adapter, there.__getitem__)
 
     @torch.inference_mode()
@@ -242,7 +227,7 @@ class Blender:
         source fails or takes longer than *patience_s* in all, the whole prompt is. The report has
         the reasons. Raises InvalidRequestError for an unknown selector.
         """
-        check_selector(plan.selector)
+        selectors.check_selector(plan.selector)
         own, started, failure = self.adapter.origin, time.perf_counter(), ""
         refused = _refused(plan, own)
         plan = plan.as_miss(_computed_anyway(plan) | refused.keys())
@@ -272,26 +257,22 @@ class Blender:
         last = plan.segments[-1].start
         if plan.count("miss") == len(plan.tokens):
             return self._computed(plan.tokens, last)
-        adapter, sinks = self.adapter, sink_rows(plan, self._sinks)
-        measure = measure_of(plan, adapter.n_layers) if chooses_any(plan) else None
-        chosen, attention = partial(computed_rows, plan, sinks), None
-        rows = rows_of(plan, "approx", "miss")
+        adapter, sinks = self.adapter, selectors.sink_rows(plan, self._sinks)
+        chosen, attention = partial(selectors.computed_rows, plan, sinks), None
+        rows, measure = selectors.rows_of(plan, "approx", "miss"), None
+        if selectors.chooses_any(plan):
+            measure = selectors.measure_of(plan, adapter.n_layers)
         if measure is None:
             rows = chosen(None)
             source.narrow(rows.tolist())
         with LayerLoader(source, adapter.n_layers, patience_s) as loader:
-
-            def stored_kv(layer: int) -> LayerKV:
-                return place_segments(adapter, plan, layer, loader.take())
-
-            kv_of: StoredKV = stored_kv
+            kv_of: StoredKV = lambda at: place_segments(adapter, plan, at, loader.take())  # noqa: E731
             if measure == "attention":
-                kv, attention = self._probed(plan, stored_kv, sinks)
+                kv, attention = self._probed(plan, kv_of, sinks)
                 rows, kv_of = chosen(attention), kv.__getitem__
-            choose = chosen if measure == "deviation" else None
-            work = LayerPass(plan.tokens, rows, last, choose)
+            work = LayerPass(plan.tokens, rows, last, chosen if measure == "deviation" else None)
             logits = work.run(adapter, kv_of)
-        is_approx = torch.isin(work.rows, rows_of(plan, "approx").to(work.rows.device))
+        is_approx = torch.isin(work.rows, selectors.rows_of(plan, "approx").to(work.rows.device))
         selected, counts = work.rows[is_approx], tuple(work.row_counts)
         loads = loader.load_s, loader.wait_s
         report = BlendReport(selected, counts, work.deviation, attention, *loads)
@@ -300,18 +281,15 @@ class Blender:
     def _probed(
         self, plan: BlendPlan, stored_kv: StoredKV, sinks: Tensor
     ) -> tuple[list[LayerKV], Tensor]:
-        """Compute the prompt's own rows over the stored ones.
-
-        Return K and V, and each token's attention from the last rows: (tokens,).
-        """
-        rows, end = torch.cat([rows_of(plan, "miss"), sinks]).sort().values, len(plan.tokens)
-        first, masses = max(plan.segments[-1].start, end - PROBE_ROWS), list[Tensor]()
+        """Compute gaps and suffix only; return K and V, and the last rows' attention: (tokens,)."""
+        end, masses = len(plan.tokens), list[Tensor]()
+        rows = torch.cat([selectors.rows_of(plan, "miss"), sinks]).sort().values
+        first = max(plan.segments[-1].start, end - PROBE_ROWS)
 
         def watch(layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> None:
             is_read = positions >= first
-            masses.append(
-                self.adapter.attention_mass(layer, query[:, is_read], positions[is_read], kv)
-            )
+            read = (query[:, is_read], positions[is_read], kv)
+            masses.append(self.adapter.attention_mass(layer, *read))
 
         work = LayerPass(plan.tokens, rows, end, watch=watch)
         work.run(self.adapter, stored_kv)
@@ -322,7 +300,7 @@ def _refused(plan: BlendPlan, own: Origin) -> dict[int, str]:
     """Return why segments do not match the engine's current origin, by index."""
     found = {}
     for index, one in enumerate(plan.segments):
-        origin = own if one.kind == "miss" or one.origin is None else one.origin
+        origin = one.origin or own
         if origin.adapter_digest != own.adapter_digest:
             found[index] = "another adapter"
         elif origin != own:
@@ -331,11 +309,10 @@ def _refused(plan: BlendPlan, own: Origin) -> dict[int, str]:
 
 
 def _computed_anyway(plan: BlendPlan) -> set[int]:
-    """Return the indices of segments that are not to be loaded.
+    """Return the indices of ``approx`` segments with all rows to be computed.
 
-    These are ``approx`` ones with all rows to be computed; and if that is all of them, the
-    ``exact`` ones, too: that is a full prefill, and after a loaded prefix rows are summed in
-    another order (2e-5 of a logit in float32).
+    If that is all of them, the ``exact`` ones, too: after a loaded prefix rows are summed in
+    another order than in a full prefill (2e-5 of a logit in float32).
     """
     shares = plan.shares()
     whole = {index for index, share in shares.items() if share >= 1}

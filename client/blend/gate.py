@@ -32,7 +32,6 @@ WORST = 1e3
 """Nats for logits that are not numbers or exclude a token that the full prefill may choose: keeps
 means finite for reports."""
 _LARGEST_HALF = 65504.0
-_BYTE = 255
 _LATE = ("DeadlineError", "TierUnavailableError")
 _PRIOR, _PRIOR_BYTES_PER_S = Speed(0.0, 0.0, 1e-4, 1e-9), 1e9
 """Placeholders until a measurement; no decision uses them."""
@@ -43,13 +42,12 @@ class ShadowEval:
     """Mean KL(full || blended) per token, in nats, and the share with the same likeliest token.
 
     ``agreement`` covers the ``clear_tokens``, at which the full prefill's two likeliest are
-    CLEAR_MARGIN apart, or all tokens if none is clear; ``agreement_of_all`` covers all ``tokens``.
+    CLEAR_MARGIN apart, or all ``tokens`` if none is clear.
     """
 
     divergence: float
     agreement: float
     tokens: int
-    agreement_of_all: float
     clear_tokens: int
 
     @property
@@ -75,23 +73,16 @@ def compare(full: Tensor, blended: Tensor) -> ShadowEval:
     likeliest = wanted.topk(2).values.exp() if full.shape[1] > 1 else wanted.exp()
     is_clear = likeliest[:, 0] - likeliest[:, -1] >= CLEAR_MARGIN
     clear = int(is_clear.sum())
-    return ShadowEval(
-        max(0.0, float(divergence)),
-        float(agrees[is_clear if clear else slice(None)].double().mean()),
-        len(full),
-        float(agrees.double().mean()),
-        clear,
-    )
+    agreement = float(agrees[is_clear if clear else slice(None)].double().mean())
+    return ShadowEval(max(0.0, float(divergence)), agreement, len(full), clear)
 
 
 def worse(first: ShadowEval, second: ShadowEval) -> ShadowEval:
     """Combine two comparisons of one blend: the larger divergence, and the tokens of both."""
     clear, tokens = first.clear_tokens + second.clear_tokens, first.tokens + second.tokens
-    agreed = sum(one.agreement * one.clear_tokens for one in (first, second))
-    of_all = sum(one.agreement_of_all * one.tokens for one in (first, second))
-    divergence = max(first.divergence, second.divergence)
-    agreement = agreed / clear if clear else of_all / tokens
-    return ShadowEval(divergence, agreement, tokens, of_all / tokens, clear)
+    covered = ((one, one.clear_tokens if clear else one.tokens) for one in (first, second))
+    agreement = sum(one.agreement * count for one, count in covered) / (clear or tokens)
+    return ShadowEval(max(first.divergence, second.divergence), agreement, tokens, clear)
 
 
 def deviations(full: Sequence[LayerKV], stored: Sequence[LayerKV]) -> Tensor:
@@ -113,9 +104,9 @@ class GuardedResult:
     """The result to answer from, and the outcome of the blend.
 
     ``result`` is the full prefill's if there was one; its logits are those of the plan's last
-    segment, or of the tokens after the last range if the store failed. ``gate`` is None if the
-    store failed; ``failure`` is why, or why a report was refused. ``decision`` is the planner's;
-    None if nothing was stored, or the request is to be compared.
+    segment, or of the tokens after the last range if the store failed. ``gate`` is None then;
+    ``failure`` is why, or why a report was refused. ``decision`` is the planner's; None if nothing
+    was stored, or the request is to be compared.
     """
 
     result: BlendResult
@@ -178,32 +169,25 @@ class GuardedBlender:
             if plan.count("miss") == len(tokens):  # nothing stored, or not worth it
                 resolved.release()
             result = self._tried(plan, source, resolved)
-            answer = GuardedResult(result, plan, gate=resolved.found.gate, decision=decision)
-            if not result.is_blended:
-                return answer
-            full, shadow = None, None
-            if resolved.found.is_shadow:
+            full, shadow, gate, failure = None, None, resolved.found.gate, ""
+            if result.is_blended and resolved.found.is_shadow:
                 full = self._prefill(tokens, plan.segments[-1].start)
-                shadow = self._compared(tokens, full, result)  # None: no memory for it
-            answer = replace(answer, result=full or result)
-            now = {result.weights, answer.result.weights, self._blender.adapter.origin.weights}
+                shadow = self._compared(tokens, full, result)
+            now = {result.weights, (full or result).weights, self._blender.adapter.origin.weights}
             if now != {terms.weights}:  # mixed weights: not comparable
-                return answer
-            answer = replace(answer, shadow=shadow)
-            try:
-                report = _report(plan, source, result, full, shadow)
-                gate = self._client.report_reuse(replace(report, tag=terms.tag))
-                return replace(answer, gate=gate)
-            except KVStoreError as error:
-                return replace(answer, failure=f"{type(error).__name__}: {error}")
+                shadow = None
+            elif result.is_blended:
+                try:
+                    report = _report(plan, source, result, full, shadow)
+                    gate = self._client.report_reuse(replace(report, tag=terms.tag))
+                except KVStoreError as error:
+                    failure = f"{type(error).__name__}: {error}"
+            return GuardedResult(full or result, plan, shadow, gate, failure, decision)
 
     def _compared(
         self, tokens: Sequence[int], full: BlendResult, result: BlendResult
     ) -> ShadowEval | None:
-        """Compare the question's rows, and the answer that the full prefill decodes.
-
-        None without memory for copies of the KV: the request still has its result.
-        """
+        """Compare the question and the full prefill's answer; None without memory for KV copies."""
         try:
             follows, wanted = self._blender.decode(tokens, full, SHADOW_TOKENS)
             found = self._blender.score(tokens, result, follows)
@@ -214,14 +198,10 @@ class GuardedBlender:
     def _decided(
         self, plan: BlendPlan, source: StoreSource, resolved: SegmentMatch
     ) -> Decision | None:
-        """Return the decision on *plan*; None: blend it as is.
-
-        Requests to compare are blended, and so is the first prompt after a full prefill was
-        measured. Until then there is no baseline, and the prompt is computed.
-        """
+        """Return the decision on *plan*; None: blend it as is, for example to compare it."""
         if resolved.found.is_shadow or plan.count("miss") == len(plan.tokens):
             return None
-        if not self._planner.full.is_measured:
+        if not self._planner.full.is_measured:  # there is no baseline
             return Decision("full", 1.0, 0.0, 0.0)
         if not self._planner.blend.is_measured:
             return None
@@ -251,7 +231,6 @@ def _report(
 ) -> ReuseReport:
     """Return the report on one blend; with a *full* prefill deviations cover all layers.
 
-    Its ratio is the smallest share requested of a segment: the one that the gate controls.
     Raises InvalidRequestError for an invalid comparison.
     """
     done = result.report
@@ -268,8 +247,7 @@ def _report(
         found = done.deviation.cpu().numpy()
     if found is None or not np.isfinite(found).all():
         found = np.empty(0, np.float32)
-    halves = found.clip(max=_LARGEST_HALF).astype("<f2")
-    levels = _levels(done.attention)
+    halves, levels = found.clip(max=_LARGEST_HALF).astype("<f2"), _levels(done.attention)
     is_selected = np.zeros(len(plan.tokens), bool)
     is_selected[done.selected.cpu().numpy()] = True
     chunks = []
@@ -280,7 +258,7 @@ def _report(
         chunks.append(ChunkReport(chunk.best.digest, layer, measured, selected, levels[span]))
     return ReuseReport(
         chunks=tuple(chunks),
-        ratio=min(plan.shares().values(), default=plan.ratio),
+        ratio=min(plan.shares().values(), default=plan.ratio),  # the one that the gate controls
         load_ms=1e3 * done.load_s,
         compute_ms=1e3 * done.total_s,
         full_ms=1e3 * full.report.total_s if full is not None else 0.0,
@@ -292,5 +270,5 @@ def _levels(attention: Tensor | None) -> bytes:
     """Return attention as bytes, scaled to a maximum of 255; b"" if there is none."""
     if attention is None or not float(attention.max()) > 0:
         return b""
-    scaled = attention.float().cpu() * (_BYTE / float(attention.max()))
+    scaled = attention.float().cpu() * (255 / float(attention.max()))
     return scaled.round().to(torch.uint8).numpy().tobytes()

@@ -124,10 +124,7 @@ class EngineAdapter(Protocol):
 
 
 def reads(positions: Tensor, first_key: int, last_key: int, window: int | None) -> Tensor:
-    """Return which keys of [first_key, last_key) each row attends to: bool (rows, keys).
-
-    Those up to its own position, and after its position minus *window*.
-    """
+    """Return which keys of [first_key, last_key) each row attends to: bool (rows, keys)."""
     keys = torch.arange(first_key, last_key, device=positions.device)
     mask = keys <= positions[:, None]
     if window is not None:

@@ -27,14 +27,12 @@ Kind: TypeAlias = Literal["exact", "approx", "miss"]
 
 @dataclass(frozen=True, slots=True)
 class Origin:
-    """How KV was computed, besides the model: its rotation and its adapter.
-
-    ``weights`` names the model's weights once they changed in place.
-    """
+    """How KV was computed, besides the model: its rotation, its adapter, and changed weights."""
 
     rope: RopeParameters
     adapter_digest: str = "none"
     weights: bytes = b""
+    """Their name, once they changed in place."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -109,9 +107,8 @@ class BlendPlan:
             fix = f"end at the prompt's end, {len(self.tokens)}"
             raise InvalidRequestError("segments", end, fix)
         if segment.kind != "miss":
-            raise InvalidRequestError(
-                "segments", segment.kind, "the last must be a miss: its logits are needed"
-            )
+            fix = "the last must be a miss: its logits are needed"
+            raise InvalidRequestError("segments", segment.kind, fix)
 
     def of_kind(self, kind: Kind) -> list[tuple[int, Segment]]:
         """Return the segments of *kind* with their indices."""
@@ -219,18 +216,15 @@ def name_segments(
     """
     check_chunk_tokens(chunk_tokens)
     check_kind("ranges", ranges, SegmentRange, is_list=True)
-    data = memoryview(tokens_le32(tokens))
-    found: list[NamedSegment] = []
-    parent = ROOT
+    data, found, parent = memoryview(tokens_le32(tokens)), list[NamedSegment](), ROOT
     for one in _tiles(len(data) // 4, ranges):
         chunks = []
         for start, stop in _cuts(one.start, one.stop, chunk_tokens):
             piece = data[4 * start : 4 * stop]
-            digest = chain_digest(parent, piece, extra if parent == ROOT else ())
+            above, parent = parent, chain_digest(parent, piece, extra if parent == ROOT else ())
             if stop - start >= MIN_CHUNK_TOKENS:
                 content = content_digest(piece, extra)
-                chunks.append(NamedChunk(start, stop, digest, parent, content))
-            parent = digest
+                chunks.append(NamedChunk(start, stop, parent, above, content))
         found.append(NamedSegment(one.start, one.stop, tuple(chunks), one.approximate))
     return found
 
@@ -255,8 +249,7 @@ def _tiles(count: int, ranges: Sequence[SegmentRange]) -> list[SegmentRange]:
 def _cuts(start: int, stop: int, chunk_tokens: int) -> list[tuple[int, int]]:
     """Cut one segment. Only the last cut may be below 16 tokens."""
     cuts = [(at, min(at + chunk_tokens, stop)) for at in range(start, stop, chunk_tokens)]
-    if len(cuts) > 1 and stop - cuts[-1][0] < MIN_CHUNK_TOKENS:
-        joined = cuts[-2][0]
-        if stop - joined <= MAX_CHUNK_TOKENS:
-            cuts[-2:] = [(joined, stop)]
+    joined = cuts[-2:][0][0]
+    if stop - cuts[-1][0] < MIN_CHUNK_TOKENS and stop - joined <= MAX_CHUNK_TOKENS:
+        cuts[-2:] = [(joined, stop)]
     return cuts

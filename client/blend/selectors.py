@@ -141,15 +141,11 @@ def pick_share(plan: BlendPlan, score: Tensor, of_ratio: float = 1.0) -> Tensor:
     Segments with a ratio of their own are ranked alone; the others together. Ties go to the lower
     position. On the device of *score*. *of_ratio* scales all ratios.
     """
-    groups: list[tuple[float, list[tuple[int, int]]]] = [(plan.ratio, [])]
-    for _, one in plan.of_kind("approx"):
-        if one.ratio is None:
-            groups[0][1].append((one.start, one.end))
-        else:
-            groups.append((one.ratio, [(one.start, one.end)]))
+    stored = [one for _, one in plan.of_kind("approx")]
+    groups = [(one.ratio, [one]) for one in stored if one.ratio is not None]
     found = []
-    for ratio, spans in groups:
-        places = _ranges(spans).to(score.device)
+    for ratio, some in [(plan.ratio, [one for one in stored if one.ratio is None]), *groups]:
+        places = _ranges((one.start, one.end) for one in some).to(score.device)
         count = math.ceil(of_ratio * ratio * len(places) - 1e-9)
         best = torch.argsort(score[places], descending=True, stable=True)[:count]
         found.append(places[best])

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import suppress
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -21,7 +22,7 @@ from kvstore.proto.blend import ChunkReport, ContextMass, ReuseReport
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError
 from kvstore.proto.keys import chunk_key
 from kvstore.proto.row_mask import SkippedRows
-from kvstore.proto.types import LayerKind, Model
+from kvstore.proto.types import Model
 
 SAMPLED_ROWS = 8
 """Rows of a chunk, evenly spaced, whose attention is measured."""
@@ -37,16 +38,14 @@ class StoreSource:
 
     *tokens* are the prompt's. Chunks that are consecutive here and in their own prompt form one
     segment. The prompt's last chunk is always computed, because its logits are needed. Leaving
-    the ``with`` ends the loads; the owner of *resolved* releases it.
-
-    Raises ModelError for models with anything but one group of attention layers.
+    the ``with`` ends the loads; the owner of *resolved* releases it. Raises ModelError for models
+    with anything but one group of attention layers.
     """
 
     def __init__(self, resolved: SegmentMatch, tokens: Sequence[int], model: Model) -> None:
-        kinds = [group.kind for group in model.layer_groups]
-        if kinds != [LayerKind.attention]:
-            names = [kind.name for kind in kinds]
-            raise ModelError("layer_groups", names, "only one group of attention layers is blended")
+        kinds = [group.kind.name for group in model.layer_groups]
+        if kinds != ["attention"]:
+            raise ModelError("layer_groups", kinds, "only one group of attention layers is blended")
         (group,) = model.layer_groups
         self._resolved = resolved
         self._layer_ids = list(group.layer_ids)
@@ -64,10 +63,8 @@ class StoreSource:
     def loaded_bytes(self) -> int:
         """The stored bytes of the plan's segments, without rows that were left out."""
         return sum(
-            one.best.size_bytes
-            * (one.wanted.tokens - len(self._unwanted(one)))
-            // one.wanted.tokens
-            for one in self.chunks()
+            chunk.best.size_bytes * (count - len(self._unwanted(chunk))) // count
+            for chunk, count in ((one, one.wanted.tokens) for one in self.chunks())
         )
 
     @property
@@ -96,8 +93,7 @@ class StoreSource:
     def layer(self, i: int) -> Mapping[int, LayerKV]:
         """Return layer *i* of every segment that has all its chunks, on the CPU.
 
-        Waits for it, at most to the client's deadline. Layers are read in order, each once. Raises
-        KVStoreErrors.
+        Waits for it, to the client's deadline; each once and in order. Raises KVStoreErrors.
         """
         if self._is_closed or not self._chunks:
             return {}
@@ -122,11 +118,8 @@ class StoreSource:
         for index, run in self._chunks.items():
             start = self.plan.segments[index].start
             shape = (self._heads, len(self.plan.segments[index]), self._head_dim)
-            layers = [
-                (torch.empty(shape, dtype=self._dtype), torch.empty(shape, dtype=self._dtype))
-                for _ in self._layer_ids
-            ]
-            self._tensors[index] = layers
+            new = partial(torch.empty, shape, dtype=self._dtype)
+            self._tensors[index] = layers = [(new(), new()) for _ in self._layer_ids]
             for chunk in run:
                 span = slice(chunk.wanted.start - start, chunk.wanted.stop - start)
                 out.append([[(k[:, span], v[:, span]) for k, v in layers]])
@@ -221,10 +214,8 @@ def store_prefill(
     """Put a full prefill's KV, cut so that its documents, *ranges*, are found in other prompts.
 
     Return each chunk's outcome. *attention*, from ``measured_prefill``, is reported to the store
-    afterwards; chunks are selected and kept by how little they depend on others.
-
-    Raises InvalidRequestError for blended KV: KV computed in another prompt is never stored under
-    this one's names. Stores nothing if the weights changed meanwhile. Raises KVStoreErrors.
+    afterwards; chunks are selected and kept by how little they depend on others. Stores nothing
+    if the weights changed meanwhile. Raises InvalidRequestError for blended KV, and KVStoreErrors.
     """
     if result.is_blended:
         fix = "it is only for its own request; store a full prefill's"
@@ -235,10 +226,9 @@ def store_prefill(
     chunks = []
     for segment in client.name_segments(tokens, ranges, names):
         for one in segment.chunks:
-            span = slice(one.start, one.stop)
-            kv = [(k[:, span].cpu(), v[:, span].cpu()) for k, v in result.kv]
-            key = chunk_key(client.namespace, one.digest)
-            chunk = Chunk(key, [kv], parent=one.parent, position=one.start, content=one.content)
+            span, key = slice(one.start, one.stop), chunk_key(client.namespace, one.digest)
+            kv = [[(k[:, span].cpu(), v[:, span].cpu()) for k, v in result.kv]]
+            chunk = Chunk(key, kv, parent=one.parent, position=one.start, content=one.content)
             chunks.append(chunk)
     puts = client.put_chunks(chunks)
     if attention is not None and attention.chunks:

@@ -18,7 +18,7 @@ from queue import Empty, SimpleQueue
 from typing import Any, TypeAlias, TypeVar
 
 from kvstore.client import planning
-from kvstore.client.chunk import Chunk, LayerTensors, Shard, parents
+from kvstore.client.chunk import Chunk, LayerTensors, parents
 from kvstore.client.client import Client
 from kvstore.client.decode import Target
 from kvstore.client.engines.prefix import (
@@ -26,7 +26,6 @@ from kvstore.client.engines.prefix import (
     About,
     AboutOf,
     Allowed,
-    LoadRequest,
     Prefix,
     Source,
     Span,
@@ -92,8 +91,7 @@ class Connector:
     With *durable* a store returns once its chunks would survive a power cut. *token_flops* is the
     engine's approximate cost of one token. A load ends where computing the rest is faster, by the
     store's load estimates and the engine's prefill speed: *prefill*, or what ``learned`` has
-    measured; until then everything available is loaded. With a *shard*, ``read_into`` and
-    ``write_each`` transfer one rank's share.
+    measured; until then everything available is loaded.
 
     *accuracy* selects the copies to read: ``exact``; ``bounded``, whose codec states a maximum
     error; or ``approximate``, any copy while the gate of its model and codec is open. KV computed
@@ -110,11 +108,9 @@ class Connector:
         durable: bool = False,
         token_flops: float = 0.0,
         prefill: planning.PrefillModel | None = None,
-        shard: Shard | None = None,
         accuracy: str = "exact",
     ) -> None:
         self.client = client
-        self.shard = shard
         self.least = least_of(accuracy)
         """The least accuracy read."""
         self._prefill = prefill
@@ -172,8 +168,6 @@ class Connector:
         """Return the terms of a load within a deadline."""
         left_s = max(within.left_s, planning.LEAST_LEFT_S)
         prefill = self._prefill or self.learned.model()
-        if prefill is None:
-            return planning.PlanTerms(left_s, least=least)
         # The engine always computes the last token.
         return planning.PlanTerms(left_s, prefill, least=least, tail_tokens=max(1, tail_tokens))
 
@@ -183,19 +177,22 @@ class Connector:
         read: _Read,
         extra: Sequence[bytes],
         allowed: Allowed,
-        request: LoadRequest,
+        whole: bool = False,
+        within: planning.Deadline | None = None,
     ) -> tuple[Prefix, str]:
         """Return the prefix of *tokens* loaded by *read*, uncounted, and why it ends. Never raises.
 
-        *extra* also identifies the prompt (cache salt, multimodal hashes), in order. With a
-        deadline a request is no later than without the store: chunks that load too slowly are
-        computed, by ``within.compute`` beside the loads, or after them. Until ``learned`` has
-        measured the engine, loads stop at the deadline.
+        *extra* also identifies the prompt (cache salt, multimodal hashes), in order. *whole*: a
+        partial hit is useless. *within* a deadline a request is no later than without the store:
+        chunks that load too slowly are computed, by ``within.compute`` beside the loads, or after
+        them. Until ``learned`` has measured the engine, loads stop at the deadline.
         """
 
         def load() -> tuple[Prefix, str]:
-            keys = self.client.keys(tokens[:-1] if request.whole else tokens, extra)
-            return self._load(keys, read, allowed, request) if keys else (Prefix(), "short")
+            keys = self.client.keys(tokens[:-1] if whole else tokens, extra)
+            if not keys:
+                return Prefix(), "short"
+            return self._load(keys, len(tokens), read, allowed, whole, within)
 
         return self.guard(load, (Prefix(), "error"))
 
@@ -212,18 +209,24 @@ class Connector:
         return prefix
 
     def _load(
-        self, keys: Sequence[ChunkKey], read: _Read, allowed: Allowed, request: LoadRequest
+        self,
+        keys: Sequence[ChunkKey],
+        tokens: int,
+        read: _Read,
+        allowed: Allowed,
+        whole: bool,
+        within: planning.Deadline | None,
     ) -> tuple[Prefix, str]:
-        within, timeout = request.within, None
+        timeout = None
         if within is not None:
             most_s = self.client.options.deadline_ms / 1000
             timeout = min(max(planning.LEAST_LOOKUP_MS / 1000, within.left_s), most_s)
         match = self.client.lookup(keys=keys, accuracy=allowed.least, timeout=timeout)
         reason = "" if match.ready == len(keys) else "pending" if match.pending else "absent"
-        every = self._spans(request.tokens - request.whole)
+        every = self._spans(tokens - whole)
         shared = every[match.shared - 1][1] if match.shared else 0
-        count = self.worth_loading(match, request.tokens) if within is None else match.ready
-        if request.whole and count < match.ready:
+        count = self.worth_loading(match, tokens) if within is None else match.ready
+        if whole and count < match.ready:
             count = 0
         if count < match.ready:
             reason = "slow"
@@ -243,7 +246,7 @@ class Connector:
             reason = "gate"
         unbounded = [one for one in stated if one.accuracy is Accuracy.approximate]
         prefix = replace(
-            Prefix.of(spans[first:found], match.tiers[first:found], request.tokens, shared),
+            Prefix.of(spans[first:found], match.tiers[first:found], tokens, shared),
             # Chunks that the engine computed meanwhile are stored already.
             stored_tokens=spans[found - 1][1] if found else 0,
             lossy_tokens=sum(stop - start for start, stop in spans[exact_count(stated) : found]),
@@ -258,9 +261,8 @@ class Connector:
     def _usable(
         self, loaded: Sequence[Stated], allowed: Allowed, again: Callable[[int], Sequence[Stated]]
     ) -> Sequence[Stated]:
-        """Return the chunks of *loaded* before the first with a shut gate, then those that *again*
-        reads from there on: slower tiers may hold bounded copies.
-        """
+        """Return the chunks before the first with a shut gate, then those that *again* reads from
+        there on: slower tiers may hold bounded copies."""
         count = allowed.count(loaded)
         if count == len(loaded):
             return loaded
@@ -269,10 +271,8 @@ class Connector:
         return usable
 
     def allowed(self, least: Accuracy) -> Allowed:
-        """Return the copies of at least *least* that may be read. Never raises.
-
-        Approximate copies are allowed for codecs whose gate is open on the server now.
-        """
+        """Return the copies of at least *least* that may be read: approximate ones of codecs whose
+        gate is open on the server now. Never raises."""
         if least is not Accuracy.approximate:
             return Allowed(least)
         query, shut = ReuseReport(ACCURACY_TAG), tuple[str, ...]()
@@ -326,10 +326,8 @@ class Connector:
     # --- for engines that look up, load and store at different times, by digests they keep
 
     def guard(self, work: Callable[[], T], otherwise: T, *, is_store: bool = False) -> T:
-        """Run *work*, a call to the store, and return its result. Never raises.
-
-        On failure it counts a load or store error and returns *otherwise*.
-        """
+        """Return the result of *work*, a call to the store. Never raises: a failure is counted as
+        a load or store error, and the result is *otherwise*."""
         try:
             result = work()
         except Exception as error:  # noqa: BLE001 - no fault of the store may fail a request
@@ -377,8 +375,8 @@ class Connector:
         def get(first: int, least: Accuracy) -> list[Stated]:
             keys, found = self.keys_of(digests[first:]), list[Stated]()
             place: Target = lambda at, layout: target(first + at, layout)  # noqa: E731
-            if terms is None or until is None or self.shard is not None:
-                self.client.get_chunks(keys, place, accuracy=least, stated=found, shard=self.shard)
+            if terms is None or until is None or self.client.options.shard is not None:
+                self.client.get_chunks(keys, place, accuracy=least, stated=found)
                 return found
             left_s = max(until.left_s, planning.LEAST_LEFT_S)
             left = replace(terms, deadline_s=left_s, least=least)
@@ -411,9 +409,7 @@ class Connector:
         """Put the chunks that *chunks* returns; return each one's outcome, or [] on failure."""
 
         def put() -> list[PutOutcome]:
-            puts = self.client.put_chunks(
-                chunks(), durable=self.durable, hints=hints, shard=self.shard
-            )
+            puts = self.client.put_chunks(chunks(), durable=self.durable, hints=hints)
             return [one.outcome for one in puts]
 
         outcomes = self.guard(put, list[PutOutcome](), is_store=True)
@@ -471,10 +467,8 @@ _Queue: TypeAlias = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
 
 
 class DaemonThreads:
-    """*count* daemon threads that run submitted work in order. Thread-safe.
-
-    A ThreadPoolExecutor would finish all queued work before the process exits, and each item may
-    wait for the store.
+    """*count* daemon threads that run submitted work in order. Thread-safe. A ThreadPoolExecutor
+    would finish all queued work before the process exits: each item may wait for the store.
     """
 
     def __init__(self, name: str, count: int = 1) -> None:
@@ -490,7 +484,7 @@ class DaemonThreads:
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
-                _cancel(future)
+                future.cancel()
             else:
                 self._queue.put((future, work))
         return future
@@ -502,7 +496,7 @@ class DaemonThreads:
         with suppress(Empty):
             while True:
                 if (waiting := self._queue.get_nowait()) is not None:
-                    _cancel(waiting[0])
+                    waiting[0].cancel()
         for _ in range(self._count):
             self._queue.put(None)
 
@@ -516,8 +510,3 @@ def _run(queue: _Queue) -> None:
         except BaseException as error:  # noqa: BLE001 - raised again by result()
             future.set_exception(error)
         del submitted, future, work  # an idle thread keeps nothing alive
-
-
-def _cancel(future: Future[Any]) -> None:
-    future.cancel()
-    future.set_running_or_notify_cancel()  # wakes waiters

@@ -226,9 +226,7 @@ _Marks: TypeAlias = tuple[tuple[Path, int, int], ...]
 
 def is_exact(revision: str) -> bool:
     """Return whether *revision* contains a commit or a digest: seven or more hexadecimal digits.
-
-    Branches and tags move, and several models share a date or a step number.
-    """
+    Branches and tags move, and several models share a date or a step number."""
     found = _HEXADECIMAL.findall(revision.lower())
     return any(
         len(word) >= _FULL_DIGITS or not (word.isdecimal() or word.isalpha()) for word in found
@@ -323,10 +321,8 @@ BYTE_ROWS = MIN_CHUNK_TOKENS
 
 
 def byte_group(page_bytes: int, field: str, name: str = "") -> LayerGroup:
-    """Return the layer group of pages of *page_bytes* bytes.
-
-    Raises ModelError, with *field* and *name*, unless they divide into BYTE_ROWS rows.
-    """
+    """Return the layer group of pages of *page_bytes* bytes. Raises ModelError, with *field* and
+    *name*, unless they divide into BYTE_ROWS rows."""
     if page_bytes % BYTE_ROWS or not page_bytes:
         fix = f"pages have {page_bytes} bytes: use a multiple of {BYTE_ROWS}"
         raise ModelError(field, name or page_bytes, fix)
@@ -334,10 +330,8 @@ def byte_group(page_bytes: int, field: str, name: str = "") -> LayerGroup:
 
 
 def byte_tensors(page: Any) -> LayerTensors:
-    """Return *page*, an array or tensor of bytes, as a chunk's tensors, which alias it.
-
-    Raises ValueError or torch's RuntimeError if *page* is not contiguous.
-    """
+    """Return *page*, an array or tensor of bytes, as a chunk's tensors, which alias it. Raises
+    ValueError or torch's RuntimeError if it is not contiguous."""
     if not isinstance(page, np.ndarray):
         return [[[page.view(1, BYTE_ROWS, -1)]]]
     rows = page.reshape(1, BYTE_ROWS, -1)

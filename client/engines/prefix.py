@@ -1,4 +1,4 @@
-"""A load's request and result: spans of a prompt, the copies allowed, the prefix."""
+"""Spans of a prompt, the copies that a load may read, and the prefix that it returns."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from itertools import takewhile
 from typing import NamedTuple, TypeAlias
 
 from kvstore.client.chunk import LayerTensors
-from kvstore.client.planning import Deadline
 from kvstore.codecs.base import Importance, codec_name
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Accuracy, KVLayout, Stated
@@ -64,38 +63,22 @@ class Prefix:
         for (start, stop), tier in zip(spans, tiers, strict=True):
             tier_tokens[tier] += min(stop, prompt_tokens - 1) - start
         stored_tokens = spans[-1][1] if spans else 0
-        found = dict(tier_tokens)
-        return cls(stored_tokens, tier_tokens.total(), found, shared_tokens, tiers=tiers)
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """A load: its prompt's tokens, whether a partial hit is useless, its deadline."""
-
-    tokens: int
-    whole: bool = False
-    within: Deadline | None = None
+        return cls(stored_tokens, tier_tokens.total(), tier_tokens, shared_tokens, tiers=tiers)
 
 
 # --- which copies an engine reads, and which of them it uses
 
-_ACCURACIES = {one.name: one for one in reversed(Accuracy)}
-
 
 def least_of(accuracy: str) -> Accuracy:
-    """Return the least accuracy that *accuracy* allows.
-
-    Raises InvalidRequestError for an unknown name.
-    """
-    if not isinstance(accuracy, str) or accuracy not in _ACCURACIES:
-        raise InvalidRequestError("accuracy", accuracy, f"use {', '.join(_ACCURACIES)}")
-    return _ACCURACIES[accuracy]
+    """Return the least accuracy that *accuracy* allows. Raises InvalidRequestError."""
+    names = [one.name for one in reversed(Accuracy)]
+    if accuracy not in names:
+        raise InvalidRequestError("accuracy", accuracy, f"use {', '.join(names)}")
+    return Accuracy[accuracy]
 
 
 class Allowed(NamedTuple):
-    """The copies that a prompt may be read from: at least ``least``; approximate ones only of
-    ``codecs``.
-    """
+    """The copies that may be read: at least ``least``; approximate ones only of ``codecs``."""
 
     least: Accuracy
     codecs: frozenset[str] = frozenset()

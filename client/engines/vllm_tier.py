@@ -1,12 +1,6 @@
 """A tier below vLLM's own CPU offloading: moves chunks between its primary tier and a store.
 
-    "kv_connector": "OffloadingConnector", "kv_connector_extra_config": {
-      "spec_name": "TieringOffloadingSpec", "cpu_bytes_to_use": 1000000000,
-      "secondary_tiers": [{"type": "KVStoreTier", "module_path": "kvstore.client.engines.vllm_tier",
-                           "model_revision": "8f2c1d4"}]}
-
-Releases below 0.28 do not load a tier by module; use ``"spec_name": "StoreTieringSpec",
-"spec_module_path": "kvstore.client.engines.vllm_tier"``.
+Releases below 0.28 do not load a tier by module, but StoreTieringSpec: see docs/vllm.md.
 
 vLLM copies between its pages and the primary tier, identifies chunks by its own hashes, and
 passes whole chunks of all ranks as bytes. They are stored as such, so only engines of the same
@@ -15,6 +9,7 @@ layout share them.
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 from collections.abc import Callable, Collection, Iterable, Sequence
@@ -49,11 +44,6 @@ REPORTS_PARTIAL_JOBS = "successful_keys" in JobResult.__dataclass_fields__
 """Whether a tier can report a partial promotion; below 0.28 all of it fails."""
 
 
-def job_rows(job: Any) -> Any:
-    """Return the CPU memory rows of a tier's *job*; below 0.30 vLLM calls them blocks."""
-    return job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
-
-
 class _Lookups(AsyncLookupManager):  # type: ignore[misc]
     """Runs the lookups of vLLM's scheduler steps in a vLLM thread."""
 
@@ -66,8 +56,7 @@ class _Lookups(AsyncLookupManager):  # type: ignore[misc]
 
     def batch_lookup(self, keys: Sequence[bytes], req_context: Any) -> Iterable[bool]:
         """Return for each of *keys* whether it is stored. They are no prefix: vLLM looks up each
-        kind of layer in turn, and sliding windows from the end.
-        """
+        kind of layer in turn, and sliding windows from the end."""
         connector, digests = self._connector, [self._digest(key) for key in keys]
 
         def ready() -> int:
@@ -145,55 +134,50 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         return LookupResult.HIT if found else LookupResult.MISS
 
     def submit_store(self, job_metadata: Any) -> None:
-        """Start to store chunks, which vLLM keeps in place until the job ends.
-
-        The job fails if it exceeds the queue beside waiting jobs; alone any job is accepted.
-        """
-        with self._changes:
-            is_full = self._waiting and self._waiting + len(job_metadata.keys) > self._max_waiting
-        if is_full:
-            self._end(job_metadata, (), counted=False)
-        else:
-            self._submit(self._store, job_metadata)
+        """Start to store chunks, which vLLM keeps in place until the job ends. It fails if it
+        exceeds the queue beside waiting jobs; alone any job is accepted."""
+        self._submit(self._store, job_metadata, self._max_waiting)
 
     def submit_load(self, job_metadata: Any) -> None:
         """Start to load chunks into the rows that vLLM reserved for them."""
         self._submit(self._load, job_metadata)
 
-    def _submit(self, work: Callable[[Any], None], job: Any) -> None:
-        with self._changes:
-            self._waiting += len(job.keys)
-        self._thread.submit(partial(work, job)).add_done_callback(
-            partial(self._fail_cancelled, job)
-        )
+    def _submit(self, work: Callable[[Any], None], job: Any, most: float = math.inf) -> None:
+        def fail_cancelled(done: Future[None]) -> None:
+            if done.cancelled():  # by ``shutdown``
+                self._end(job)
 
-    def _fail_cancelled(self, job: Any, done: Future[None]) -> None:
-        """End a job that ``shutdown`` cancelled."""
-        if done.cancelled():
-            self._end(job, ())
+        with self._changes:
+            is_full = self._waiting and self._waiting + len(job.keys) > most
+            self._waiting += len(job.keys)
+        if is_full:
+            self._end(job)
+            return
+        self._thread.submit(partial(work, job)).add_done_callback(fail_cancelled)
 
     def _store(self, job: Any) -> None:
         def chunks() -> list[Chunk]:
             named = self._connector.keys_of([self._digest(key) for key in job.keys])
-            return list(map(Chunk, named, map(self._tensors, job_rows(job))))
+            return list(map(Chunk, named, self._tensors(job)))
 
         self._end(job, job.keys if self._connector.write_each(chunks) else ())
 
     def _load(self, job: Any) -> None:
         keys, digests = list(job.keys), [self._digest(key) for key in job.keys]
-        out = [self._tensors(row) for row in job_rows(job)]
-        self._end(job, keys[: self._connector.read(digests, out)])
+        self._end(job, keys[: self._connector.read(digests, self._tensors(job))])
 
-    def _tensors(self, row: int) -> LayerTensors:
-        return identity.byte_tensors(self._rows[int(row)])
+    def _tensors(self, job: Any) -> list[LayerTensors]:
+        """Return the rows of CPU memory of *job*'s chunks; below 0.30 vLLM calls them blocks."""
+        rows = job.chunk_ids if hasattr(job, "chunk_ids") else job.block_ids
+        return [identity.byte_tensors(self._rows[int(row)]) for row in rows]
 
-    def _end(self, job: Any, done: Collection[bytes], *, counted: bool = True) -> None:
+    def _end(self, job: Any, done: Collection[bytes] = ()) -> None:
         is_whole = len(done) == len(job.keys)
         some = tuple(done) if job.is_promotion and done and not is_whole else None
         partial_keys = (some,) if REPORTS_PARTIAL_JOBS else ()
         with self._changes:
             self._finished.append(JobResult(job.job_id, is_whole, *partial_keys))
-            self._waiting -= len(job.keys) if counted else 0
+            self._waiting -= len(job.keys)
             if job.is_promotion:
                 self._failed.update(set(job.keys) - set(done))
             self._changes.notify_all()
@@ -224,11 +208,9 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         self._lookups.flush()
 
     def drain_jobs(self) -> None:
-        """Wait until every job ends: each is bounded by the client's deadline.
-
-        vLLM calls this to reset its caches, as when weights change, and a tier gets no other sign
-        of that: so chunks stored before are never loaded afterwards.
-        """
+        """Wait until every job ends: each is bounded by the client's deadline. vLLM calls this to
+        reset its caches, as when weights change, and a tier gets no other sign of that: so chunks
+        stored before are never loaded afterwards."""
         with self._changes:
             self._changes.wait_for(lambda: not self._waiting)
         self._epoch = os.urandom(identity.EPOCH_BYTES)

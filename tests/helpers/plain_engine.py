@@ -10,7 +10,7 @@ from helpers.prompts import equal, tensors_of
 from kvstore.client import Client
 from kvstore.client.chunk import LayerTensors
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import Allowed, LoadRequest, Prefix, Source, Span
+from kvstore.client.engines.prefix import Allowed, Prefix, Source, Span
 from kvstore.client.planning import PrefillModel
 from kvstore.codecs.base import ChunkTensors, empty_tensors
 from kvstore.proto.types import Accuracy, ChunkKey, KVLayout, Stated
@@ -71,5 +71,5 @@ def load_prompt(
         return stated
 
     of = allowed or connector.allowed(connector.least)
-    found = connector.attempt(prompt, read, extra, of, LoadRequest(len(prompt)))
+    found = connector.attempt(prompt, read, extra, of)
     return connector.note_load(len(prompt), *found)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import partial, reduce
 from typing import Any, TypeAlias
 
@@ -74,7 +75,8 @@ class Engine:
         self.workers: list[Any] = []
         self.pages = [empty_pages(shape=shape)] * len(ranks)
         for rank, pages in zip(ranks, self.pages, strict=True):
-            connector = Connector(client(address, identity, opts), shard=rank, accuracy=accuracy)
+            own_client = client(address, identity, replace(opts, shard=rank))
+            connector = Connector(own_client, accuracy=accuracy)
             own_shape = shape_of_rank(shape, rank)
             self.workers.append(VllmWorker(connector, own_shape, queue_bytes, device=device))
             own = pages_of_rank(pages, shape, rank)

@@ -23,7 +23,7 @@ from kvstore.client.client import Client
 from kvstore.client.engines import identity as shared
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import BYTE_ROWS, Departures, EngineSettings, Weights, stated
-from kvstore.client.engines.prefix import least_of
+from kvstore.client.engines.prefix import Prefix, least_of
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import (
     DIGEST_BYTES,
@@ -319,10 +319,7 @@ class WeightsEpoch:
 def page_views(
     pool: HostPool, is_mla: bool, number: int, flat: torch.Tensor | None = None
 ) -> LayerTensors:
-    """Return views of page *number* of the pool, each (kv_heads, page_size, head_dim).
-
-    With *flat*, views of the page it holds, in the pool's layout.
-    """
+    """Return views of page *number* of the pool, or *flat*: (kv_heads, page_size, head_dim)."""
     axes, buffer = LAYOUTS[pool.layout], pool.kv_buffer
     axis = axes.index("n" if "n" in axes else "t")
     length = 1 if "n" in axes else pool.page_size
@@ -363,8 +360,8 @@ class PageStore(Connector):
         model, shard = kv_model(pool, rank, settings), None
         if not rank.is_mla and rank.tp_size > 1:
             shard = Shard.of_rank(model, rank.tp_rank, rank.tp_size)
-        client = Client(settings.address, model, settings.options(pool.page_size))
-        super().__init__(client, shard=shard)
+        options = settings.options(pool.page_size, shard=shard)
+        super().__init__(Client(settings.address, model, options))
 
     def count(self, hashes: Sequence[str]) -> int:
         """Return the length of the longest stored prefix of *hashes*."""
@@ -375,15 +372,10 @@ class PageStore(Connector):
         """Read the longest stored prefix of *hashes* into *places*; return its page count."""
 
         def get() -> int:
-            keys = self.keys_of(digests_of(hashes))
-            return len(self.client.get_chunks(keys, places, shard=self.shard))
+            return len(self.client.get_chunks(self.keys_of(digests_of(hashes)), places))
 
-        read = self.guard(get, 0)
-        tokens = self._pool.page_size
-        with self._lock:
-            self._counts["lookups"] += 1
-            self._counts["hit_tokens"] += tokens * read
-            self._counts["miss_tokens"] += tokens * (len(hashes) - read)
+        read, size = self.guard(get, 0), self._pool.page_size
+        self.note_load(size * len(hashes), Prefix(size * read, size * read), reason="")
         return read
 
     def store(
@@ -435,14 +427,13 @@ class AuxPoolStore(Connector):
         """Fill the pages that begin at *slots*, up to the first miss; return which were filled."""
         read = 0
         for start in range(0, len(hashes), BATCH):
-            some = hashes[start : start + BATCH]
-            pages = [self._pool.get_dummy_flat_data_page() for _ in some]
-            found = self.read(digests_of(some), [_rows(page) for page in pages])
-            for slot, page in zip(slots[start : start + found], pages, strict=False):
-                self._pool.set_from_flat_data_page(slot, page)
-            read += found
-            if found < len(some):
+            if read < start:
                 break
+            pages = [self._pool.get_dummy_flat_data_page() for _ in hashes[start : start + BATCH]]
+            digests = digests_of(hashes[start : start + BATCH])
+            read += self.read(digests, [_rows(page) for page in pages])
+            for slot, page in zip(slots[start:read], pages, strict=False):
+                self._pool.set_from_flat_data_page(slot, page)
         return [at < read for at in range(len(hashes))]
 
     def store(self, hashes: Sequence[str], slots: Sequence[int]) -> list[bool]:
@@ -466,10 +457,7 @@ def _rows(page: torch.Tensor) -> LayerTensors:
 
 
 def prefix_ends(present: Sequence[bool], trailing: int) -> list[int]:
-    """Return the lengths in pages of usable prefixes: their last *trailing* pages are *present*.
-
-    With *trailing* 0 all of their pages must be.
-    """
+    """Return the lengths of usable prefixes: their last *trailing* pages, 0: all, are *present*."""
     runs = list(accumulate(present, lambda run, is_there: run + 1 if is_there else 0, initial=0))
     return [
         count for count, run in enumerate(runs) if count and run >= min(trailing or count, count)

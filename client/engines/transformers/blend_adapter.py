@@ -56,24 +56,22 @@ class TransformersAdapter:
         self._model = engine.eval()
         config = model.config
         self._layers: Any = self._model.model.layers[: config.num_hidden_layers]
-        attention = self._layers[0].self_attn
         self.n_layers = len(self._layers)
-        self.head_dim = int(attention.head_dim)
+        self.head_dim = int(self._layers[0].self_attn.head_dim)
         self.kv_heads = int(config.num_key_value_heads)
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._origin = Origin(rope_parameters(config), adapter_digest)
         self._watch = WeightsWatch(model)
-        self.rope: Sequence[RopeSpec | None] = (
-            _rotation(self._model, self._origin, self.head_dim),
-        ) * self.n_layers
+        rope = _rotation(self._model, self._origin, self.head_dim)
+        self.rope: Sequence[RopeSpec | None] = (rope,) * self.n_layers
         if departures := departures_of(model):
             fix = "blending computes transformers' own layers: give a model without it"
             raise ModelError("model", ", ".join(departures), fix)
         self._turned = (torch.empty(0),) * 3
-        self.window: Sequence[int | None] = tuple(
-            _window(config, layer.self_attn) for layer in self._layers
-        )
+        # Mistral has one for all layers, in its settings.
+        stating = [config if config.model_type == "mistral" else x.self_attn for x in self._layers]
+        self.window: Sequence[int | None] = [getattr(x, "sliding_window", None) for x in stating]
 
     @property
     def origin(self) -> Origin:
@@ -95,16 +93,11 @@ class TransformersAdapter:
         )
         if hasattr(attention, "q_norm"):
             query, key = attention.q_norm(query), attention.k_norm(key)
-        cosine, sine = self._turns(normed, positions)
+        if self._turned[0] is not positions:  # consecutive layers share the tables
+            tables = self._model.model.rotary_emb(normed[None], positions[None])
+            self._turned = (positions, tables[0][0], tables[1][0])
         query, key, value = (part.transpose(0, 1) for part in (query, key, value))
-        return _rotated(query, cosine, sine), _rotated(key, cosine, sine), value
-
-    def _turns(self, hidden: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the rotation tables of *positions*, cached: consecutive layers share them."""
-        if self._turned[0] is not positions:
-            cosine, sine = self._model.model.rotary_emb(hidden[None], positions[None])
-            self._turned = (positions, cosine[0], sine[0])
-        return self._turned[1:]
+        return _rotated(query, *self._turned[1:]), _rotated(key, *self._turned[1:]), value
 
     def attend(self, layer: int, query: Tensor, positions: Tensor, kv: LayerKV) -> Tensor:
         """Return the attention output of the rows at *positions*, (rows, heads * head_dim).
@@ -185,14 +178,6 @@ def _rotation(model: Any, origin: Origin, head_dim: int) -> RopeSpec:
         fix = "the model's tables differ: load it with dtype=, do not cast it"
         raise ModelError("rope", origin.rope, fix)
     return own
-
-
-def _window(config: Any, attention: Any) -> int | None:
-    """Return a layer's window in tokens. Mistral has one for all layers, in its settings."""
-    if config.model_type == "mistral":
-        return getattr(config, "sliding_window", None)
-    found: int | None = getattr(attention, "sliding_window", None)
-    return found
 
 
 def _rotated(rows: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -340,10 +340,7 @@ class Held:
         return shape.chunk(layout, lambda layer: self.cut(layer, span))
 
     def fill(self, cache: Cache, shape: CacheShape, tokens: int) -> None:
-        """Extend *cache* to the first *tokens* of these.
-
-        An empty DynamicCache adopts them without a copy.
-        """
+        """Extend *cache* to the first *tokens* of these; an empty DynamicCache adopts them."""
         first = length(cache, shape)
         for s, held in self.tokens.items():
             kept = slice(-(s.window - 1), None) if s.window else slice(first + tokens)
@@ -397,12 +394,10 @@ class CacheReader:
         return About(layout, known)
 
     def has(self, span: Span, *, must_end: bool) -> bool:
-        """Return whether the chunk at *span* can be stored: some models keep only windows.
-
-        With *must_end*, only if a prefix can end there.
-        """
+        """Return whether the chunk at *span* can be stored; with *must_end*, as a prefix's last."""
         if must_end and all(one.end != span[1] for one in self.ends):
             return False
+        # Some models keep only windows.
         return self.shape.keeps_all or self._end(self.shape.windows, span) is not None
 
     def tensors(self, span: Span) -> Nested:
@@ -459,14 +454,9 @@ def length(cache: Cache, shape: CacheShape) -> int:
     return int(cache.get_seq_length(shape.tokens[0].layer))
 
 
-def join_rows(
-    caches: Sequence[Cache], shape: CacheShape, config: PreTrainedConfig, device: torch.device
-) -> DynamicCache:
-    """Return one cache of all prompts on *device*, shorter ones padded on the left with zeros.
-
-    The cache of a one-token prompt is empty, because the last token is never in it.
-    """
-    whole = DynamicCache(config=config)
+def join_rows(caches: Sequence[Cache], shape: CacheShape, model: PreTrainedModel) -> DynamicCache:
+    """Return one cache of all prompts of *model*, shorter ones padded on the left with zeros."""
+    whole, device = DynamicCache(config=model.config), model.device
     width = max(length(cache, shape) for cache in caches)
     for s in shape.tokens:
         parts = []
@@ -474,6 +464,7 @@ def join_rows(
             rows = [getattr(cache.layers[s.layer], name) for cache in caches]
             nothing = torch.empty((1, s.kv_heads, 0, dim), dtype=s.dtype, device=device)
             held = min(width, s.window - 1) if s.window else width
+            # A one-token prompt's is empty: the last token is never in it.
             rows = [nothing if row is None or not row.numel() else row for row in rows]
             parts.append(torch.cat([pad(row, (0, 0, held - row.shape[2], 0)) for row in rows]))
         s.put(whole, parts, width)
@@ -504,10 +495,7 @@ def probe_ids(model: PreTrainedModel) -> Tensor:
 
 
 def forward(model: PreTrainedModel, input_ids: Tensor, cache: Cache) -> Tensor:
-    """Run *model* over *input_ids*, (1, tokens), on top of *cache*.
-
-    Return the last token's activations before the output layer, (1, hidden).
-    """
+    """Return the last hidden state, (1, hidden), of *input_ids*, (1, tokens), behind *cache*."""
     inner: Any = model.base_model
     with torch.no_grad():
         found: Tensor = inner(input_ids, **as_argument(cache), use_cache=True)[0]

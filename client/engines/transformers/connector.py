@@ -32,7 +32,7 @@ from typing_extensions import override
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import is_exact
-from kvstore.client.engines.prefix import Allowed, Prefix, Source, least_of
+from kvstore.client.engines.prefix import Allowed, Source, least_of
 from kvstore.client.engines.transformers import cache as caches
 from kvstore.client.engines.transformers import generation, identity
 from kvstore.client.engines.transformers.cache import CacheReader, CacheShape, Held, length
@@ -52,14 +52,12 @@ ALWAYS_COMPARED, then one in COMPARED_EVERY."""
 
 @dataclass(frozen=True, slots=True)
 class Generation:
-    """The result of ``generate``: transformers' own output, and the prompt tokens it skipped.
-
-    ``row_hits`` are the hit tokens of each row of a batch.
-    """
+    """The result of ``generate``: transformers' own output, and the prompt tokens skipped."""
 
     output: GenerateDecoderOnlyOutput
     hit_tokens: int
-    row_hits: tuple[int, ...] = ()
+    row_hits: tuple[int, ...]
+    """Those of each row of a batch."""
 
 
 class TransformersConnector(Connector):
@@ -183,13 +181,6 @@ class TransformersConnector(Connector):
         given = (self._model, prompt.tokens, prompt.to_compare, prompt.prefix)
         return self.guard(lambda: self.client.report_reuse(generation.comparison(*given)), None)
 
-    def _is_compared(self, prefix: Prefix) -> bool:
-        """Return whether a prompt on *prefix* is compared with a full prefill."""
-        if len(prefix.codecs) != 1:  # an error of several could not be attributed
-            return False
-        number = next(self._compared)
-        return number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0
-
     # --- save
 
     def save(
@@ -286,9 +277,8 @@ class TransformersConnector(Connector):
         if not isinstance(self._model, GenerationMixin):
             name = type(self._model).__name__
             raise InvalidRequestError("model", name, "give a model that generates")
-        if deadline_ms is None:
-            deadline_ms = self._deadline_ms
-        within = generation.checked_deadline(deadline_ms)
+        given_ms = self._deadline_ms if deadline_ms is None else deadline_ms
+        within = generation.checked_deadline(given_ms)
         allowed = self.allowed(self._least(accuracy))
         passed = {name: settings.pop(name) for name in generation.PASSED if name in settings}
         stated = generation.settings_of(self._model, config, settings)
@@ -328,8 +318,7 @@ class TransformersConnector(Connector):
 
                 def on_first() -> None:
                     seen()
-                    computed_s = time.perf_counter() - began_s - prompt.waited_s
-                    self.learned.observe(left, computed_s)
+                    self.learned.observe(left, time.perf_counter() - began_s - prompt.waited_s)
 
                 watch.on_first = on_first
                 return self._run(ids, call, cache, None, [watch])
@@ -345,13 +334,24 @@ class TransformersConnector(Connector):
     def _begin(self, prompt: PrefixLoad) -> None:
         """Load a prompt's prefix; with windows or states compute to the last pause."""
         prompt.load()
-        prefix, shape, tokens = prompt.prefix, self._shape, prompt.tokens
-        if self._is_compared(prefix):
-            prompt.to_compare = copy.deepcopy(prompt.cache)
+        prefix, shape = prompt.prefix, self._shape
+        if len(prefix.codecs) == 1:  # an error of several could not be attributed
+            number = next(self._compared)
+            if number < ALWAYS_COMPARED or number % COMPARED_EVERY == 0:
+                prompt.to_compare = copy.deepcopy(prompt.cache)
         if shape.has_ends:
-            span = (prefix.hit_tokens, len(tokens))
+            span = (prefix.hit_tokens, len(prompt.tokens))
             places = generation.pauses(shape, span, prefix.shared_tokens, self._chunk_tokens)
-            prompt.ends = generation.prefill(self._model, tokens, prompt.cache, shape, places)
+            prompt.ends = self._extend(prompt, places)
+
+    def _extend(self, prompt: PrefixLoad, places: Sequence[int]) -> list[Held]:
+        """Extend a prompt's cache to each of *places*; return its windows and states at each."""
+        ends, cache, model = list[Held](), prompt.cache, self._model
+        for place in places:
+            some = prompt.tokens[length(cache, self._shape) : place]
+            caches.forward(model, torch.tensor([some], device=model.device), cache)
+            ends.append(Held.of_end(cache, self._shape))
+        return ends
 
     def _run(
         self,
@@ -382,7 +382,7 @@ class TransformersConnector(Connector):
             identity.check_padding(model)
             self._is_padding_checked = True
         loaded = [self._computed(tokens, call) for tokens in prompts]
-        cache = caches.join_rows([one.cache for one in loaded], shape, model.config, model.device)
+        cache = caches.join_rows([one.cache for one in loaded], shape, model)
         if any(one.prefix.lossy_tokens for one in loaded):
             caches.notes_of(cache).exact_tokens = 0
         seen = None if mask is None else mask[:, -width:].ne(0).long()
@@ -405,7 +405,7 @@ class TransformersConnector(Connector):
         held, last = length(prompt.cache, self._shape), len(tokens) - 1
         if held < last:
             began_s = time.monotonic()
-            generation.prefill(self._model, tokens, prompt.cache, self._shape, [last])
+            self._extend(prompt, [last])
             if self._staging is None:  # a device computes asynchronously
                 self.learned.observe(last - held, time.monotonic() - began_s)
         if last and self._shape.has_ends and self._is_still(call.weights, prompt.cache):

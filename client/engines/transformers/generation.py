@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import copy
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import wraps
 from typing import Any
 
@@ -28,7 +29,6 @@ from kvstore.client.engines.prefix import Prefix, Span
 from kvstore.client.engines.transformers import cache as caches
 from kvstore.client.engines.transformers.cache import CacheShape, Held, length
 from kvstore.client.options import MAX_DEADLINE_MS
-from kvstore.codecs.base import Importance
 from kvstore.proto.blend import ReuseReport, accuracy_tag
 from kvstore.proto.errors import InvalidRequestError, is_whole
 
@@ -44,13 +44,12 @@ LAYERS = 8
 """About how many layers, evenly spaced, are measured. More are no better."""
 COMPARED_TOKENS = 64
 """Limit of tokens compared, at a prompt's end."""
-Attend = Callable[..., Any]
-_WATCHED: dict[str, Attend] = {}
+_WATCHED: set[Callable[..., Any]] = set()
 """Wrappers registered with transformers in place of its attention implementations."""
 _FAULTS = (RuntimeError, MemoryError)
 """Errors of torch, such as out of memory: nothing is measured then, and no request fails."""
 _THREAD = threading.local()
-"""Its ``probe`` is this thread's measurement, if any."""
+"""Its ``note`` measures a layer's attention in this thread, if it is to be measured."""
 
 
 # --- prompts, padded on the left in a batch, and settings
@@ -189,22 +188,6 @@ def settings_of(
     return settings
 
 
-def prefill(
-    model: PreTrainedModel,
-    tokens: Sequence[int],
-    cache: Cache,
-    shape: CacheShape,
-    places: Sequence[int],
-) -> list[Held]:
-    """Extend *cache* to each of *places*; return its windows and states at each."""
-    taken = []
-    for place in places:
-        ids = torch.tensor([tokens[length(cache, shape) : place]], device=model.device)
-        caches.forward(model, ids, cache)
-        taken.append(Held.of_end(cache, shape))
-    return taken
-
-
 def pauses(shape: CacheShape, span: Span, shared_tokens: int, chunk_tokens: int) -> list[int]:
     """Return the token counts to pause a prefill at, ascending: at the prompt's end and where it
     diverges from other prompts (Marconi, Pan et al., MLSys 2025, section 4.2).
@@ -273,66 +256,50 @@ def noting_attention(
     if not is_seen or not _watch(config._attn_implementation):
         yield lambda: None
         return
-    _THREAD.probe = probe = _AttentionProbe(tokens, max(1, len(shape.tokens) // LAYERS))
-    stop: Callable[[], None] = lambda: setattr(_THREAD, "probe", None)  # noqa: E731
+    step, layers, found = max(1, len(shape.tokens) // LAYERS), itertools.count(), list[Tensor]()
+
+    def stop() -> None:
+        _THREAD.note = None
+
+    def note(queries: Tensor, keys: Tensor, scale: float | None) -> None:
+        """Measure *queries*, (1, heads, some, dim), and *keys*, (1, kv_heads, tokens, dim)."""
+        if keys.ndim != 4 or (keys.shape[0], keys.shape[2]) != (1, tokens) or next(layers) % step:
+            return
+        try:
+            with torch.no_grad():
+                found.append(mean_attention(queries[0, :, -QUERIES:], keys[0], scale))
+        except _FAULTS:
+            found.clear()
+            stop()
+
+    _THREAD.note = note
     try:
         yield stop
     finally:
         stop()
-    caches.notes_of(cache).importance = probe.weights()
+    with suppress(*_FAULTS):  # torch stacks no empty list
+        weights = torch.stack(found).mean(0).cpu().numpy()
+        if np.isfinite(weights).all():  # 0 would mean no importance; underflow does not
+            caches.notes_of(cache).importance = np.maximum(weights, np.finfo(np.float32).tiny)
 
 
 def _watch(name: str) -> bool:
     """Wrap the attention implementation called *name*; return whether it exists."""
-    own: Attend | None = AttentionInterface().get(name)  # type: ignore[no-untyped-call]
-    if own is None:
-        return False
-    if own is _WATCHED.get(name):
-        return True
+    own: Any = AttentionInterface().get(name)  # type: ignore[no-untyped-call]
+    if own is None or own in _WATCHED:
+        return own is not None
 
     @wraps(own)
     def attend(module: Any, query: Tensor, key: Tensor, *more: Any, **named: Any) -> Any:
         # Compiled models have static caches, and cannot read thread-local state.
-        probe = None if torch.compiler.is_compiling() else getattr(_THREAD, "probe", None)
-        if probe is not None:
-            probe.note(query, key, named.get("scaling"))
+        note = None if torch.compiler.is_compiling() else getattr(_THREAD, "note", None)
+        if note is not None:
+            note(query, key, named.get("scaling"))
         return own(module, query, key, *more, **named)
 
-    _WATCHED[name] = attend
+    _WATCHED.add(attend)
     AttentionInterface.register(name, attend)
     return True
-
-
-class _AttentionProbe:
-    """Collects the attention that each of *tokens* gets, in every *step*-th layer."""
-
-    def __init__(self, tokens: int, step: int) -> None:
-        self._tokens = tokens
-        self._step = step
-        self._layers = 0
-        self._found: list[Tensor] | None = []
-
-    def note(self, queries: Tensor, keys: Tensor, scale: float | None) -> None:
-        """Record *queries*, (1, heads, some, dim), and *keys*, (1, kv_heads, tokens, dim)."""
-        if keys.ndim != 4 or keys.shape[0] != 1 or keys.shape[2] != self._tokens:
-            return
-        is_measured, self._layers = self._layers % self._step == 0, self._layers + 1
-        if is_measured and self._found is not None:
-            try:
-                with torch.no_grad():
-                    self._found.append(mean_attention(queries[0, :, -QUERIES:], keys[0], scale))
-            except _FAULTS:
-                self._found = None
-
-    def weights(self) -> Importance | None:
-        """Return the weights, f32 (tokens,), positive; None if none were measured."""
-        try:  # torch stacks no empty list
-            weights: Importance = torch.stack(self._found or []).mean(0).cpu().numpy()
-        except _FAULTS:
-            return None
-        # 0 would mean no importance; underflow does not.
-        tiny = np.finfo(np.float32).tiny
-        return np.maximum(weights, tiny) if np.isfinite(weights).all() else None
 
 
 def mean_attention(queries: Tensor, keys: Tensor, scale: float | None = None) -> Tensor:

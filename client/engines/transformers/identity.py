@@ -187,10 +187,7 @@ def check_resumable(model: PreTrainedModel, shape: CacheShape, identity: Model) 
 
 
 def check_padding(model: PreTrainedModel) -> None:
-    """Raise InvalidRequestError unless *model* computes the same behind padding on the left.
-
-    The positions of some models count it: what a batch computes is at other positions.
-    """
+    """Raise InvalidRequestError unless *model* computes the same behind padding on the left."""
     engine: Any = model
     ids = caches.probe_ids(model)
     found = []
@@ -228,10 +225,7 @@ def _weights(model: PreTrainedModel, stated: str) -> Weights:
 
 
 def _is_in(model: PreTrainedModel, folder: Path, *, every: bool) -> bool:
-    """Return whether *folder*'s files hold each weight of *model*, cast to its dtype.
-
-    Compares all elements, or only a sample without *every*.
-    """
+    """Return whether *folder*'s files hold *model*'s weights, cast: *every* element or a sample."""
     state = model.state_dict()
     found = set()
     try:
@@ -294,10 +288,7 @@ class WeightsWatch:
         self._now = NO_CHANGE
 
     def current(self) -> WeightsChange:
-        """Check the weights for a change, and return the current ones.
-
-        Raises InvalidRequestError in training, where dropout makes KV random.
-        """
+        """Return the current weights, after a check. Raises InvalidRequestError in training."""
         if self._model.training:
             fix = "call model.eval(): dropout makes its KV random"
             raise InvalidRequestError("model", "in training mode", fix)

@@ -19,7 +19,7 @@ from kvstore.client.chunk import LayerTensors, to_arrays
 from kvstore.client.client import Client
 from kvstore.client.decode import Layer
 from kvstore.client.engines.base import Connector
-from kvstore.client.engines.prefix import Allowed, LoadRequest, Prefix, Span
+from kvstore.client.engines.prefix import Allowed, Prefix, Span
 from kvstore.client.engines.transformers import cache as caches
 from kvstore.client.engines.transformers.cache import CacheShape, Held, Nested, copy
 from kvstore.client.engines.transformers.identity import WeightsChange
@@ -88,10 +88,7 @@ class Staging:
         out: Callable[[int, KVLayout], Nested],
         least: Accuracy,
     ) -> list[Stated]:
-        """Read the longest run of *keys*, chunk i of a layout into ``out(i, layout)``.
-
-        Return the ``Stated`` of each. They are read a ring at a time, with one copy per chunk.
-        """
+        """Read the longest run of *keys*, chunk i into ``out(i, layout)``; return each stated."""
         ring, buffer = self._memory
         found: list[Stated] = []
         for start in range(0, len(keys), self.slots):
@@ -234,10 +231,9 @@ class PrefixLoad:
             within = Deadline(call.deadline_ms / 1000, self._beside(failed), 0, call.began_s)
         self.in_layers &= can_wait and within is None and not is_compiled(link.model)
         read = partial(self._read, within)
-        request = LoadRequest(len(self.tokens), link.shape.has_ends, within)
         with nullcontext() if link.staging is None else link.staging.lock:
             self.prefix, self._reason = self._connector.attempt(
-                self.tokens, read, call.extra, call.allowed, request
+                self.tokens, read, call.extra, call.allowed, link.shape.has_ends, within
             )
         prefix, held, self._held = self.prefix, self._held, None
         if held is not None and prefix.hit_tokens:
@@ -256,10 +252,7 @@ class PrefixLoad:
         caches.notes_of(cache).exact_tokens = prefix.exact_tokens if prefix.lossy_tokens else None
 
     def _beside(self, failed: list[Exception]) -> Callable[[range], None]:
-        """Return a function that computes chunks, without the last token, while others load.
-
-        It also appends the model's errors to *failed*.
-        """
+        """Return a function that computes chunks while others load; its errors go to *failed*."""
         model, chunk_tokens = self._link.model, self._connector.client.options.chunk_tokens
         ids = torch.tensor([self.tokens], device=model.device)[:, :-1]
 
@@ -284,10 +277,7 @@ class PrefixLoad:
         first: int,
         least: Accuracy,
     ) -> Sequence[Stated]:
-        """Read the chunks of *keys* from index *first*, or start to; return each one's ``Stated``.
-
-        With windows or states a partial read is useless and returns ().
-        """
+        """Read the chunks of *keys* from index *first*, or start to; return their ``Stated``."""
         link, client, stated = self._link, self._connector.client, list[Stated]()
         shape, wanted, self._spans = link.shape, keys[first:], spans[first:]
         self._held = held = self._held or Held.empty(shape, spans, link.model.device)
@@ -314,6 +304,7 @@ class PrefixLoad:
             client.get_chunks(wanted, target, accuracy=least, stated=stated)
             link.meter.observe(sum(self._sizes[: len(stated)]), time.monotonic() - self._began_s)
             link.is_doubted &= not stated
+        # With windows or states a part is useless.
         return () if shape.has_ends and len(stated) < len(keys) else stated
 
     def _layout(self, span: Span) -> KVLayout:
@@ -413,11 +404,11 @@ class PrefixLoad:
         numbers, was = [shape.layer for shape in self._link.shape.tokens], self.prefix
         chunks = min(self._counts.get(number, 0) for number in numbers)
         spans, tiers = self._spans[:chunks], was.tiers[:chunks]
-        self.prefix = left = Prefix.of(spans, tiers, len(self.tokens), was.shared_tokens)
+        self.prefix = Prefix.of(spans, tiers, len(self.tokens), was.shared_tokens)
         for layer in (self.cache.layers[number] for number in numbers):
             vars(layer).pop("update", None)
-            layer.keys = layer.keys[:, :, : left.hit_tokens]
-            layer.values = layer.values[:, :, : left.hit_tokens]
+            left = (part[:, :, : self.prefix.hit_tokens] for part in (layer.keys, layer.values))
+            layer.keys, layer.values = left
         self._reason = "lost"
         self._count(len(was.tiers) - chunks)
 

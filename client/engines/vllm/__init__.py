@@ -1,7 +1,4 @@
-"""vLLM on this store: the connector that vLLM loads by name.
-
-It is imported on first access: most of the files do not need vLLM.
-"""
+"""The connector that vLLM loads by name, imported on first access: most files need no vLLM."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import numpy as np
 import torch
@@ -23,8 +23,7 @@ from numpy.typing import NDArray
 from kvstore.client.chunk import Chunk, LayerTensors, to_array
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm.identity import KVCacheShape, LayerGroupShape
-from kvstore.client.engines.vllm.messages import BlockTables
-from kvstore.client.planning import PlanTerms
+from kvstore.client.engines.vllm.messages import BlockTables, LoadSpec
 from kvstore.codecs.base import AnyPart, AnyTensors, Part
 from kvstore.codecs.block_part import Alike, BlockLayers, BlockPart, BlockSpan, BlockStack
 from kvstore.proto.buffers import LOOP_UNIT_BYTES, address
@@ -32,7 +31,7 @@ from kvstore.proto.device import Event
 from kvstore.proto.errors import LayoutMismatchError
 from kvstore.proto.native import loops
 from kvstore.proto.plans import Hints
-from kvstore.proto.types import END_KINDS, ChainDigest, Component, DType, KVLayout, Stated
+from kvstore.proto.types import END_KINDS, Component, DType, KVLayout, Stated
 
 BlockWriter: TypeAlias = Callable[[Sequence[torch.Tensor], torch.Tensor, torch.Tensor], None]
 """``write(parts, pages, slots)`` of the engine's backend: writes parts (keys and values, or
@@ -78,10 +77,8 @@ def detect_block_layout(
     pages: torch.Tensor, parts: int, write: BlockWriter, kept: torch.dtype | None = None
 ) -> BlockLayout:
     """Return how *write* packs *parts* into blocks like those of *pages*, which are not changed.
-
     *kept*: the dtype of elements, if pages are of bytes. Raises LayoutMismatchError if no known
-    layout reads back the written data.
-    """
+    layout reads back the written data."""
     _, heads, tokens, width = pages.shape
     scratch, seed = _scratch(pages), torch.Generator().manual_seed(7)
     normal = [torch.randn((tokens, heads, width // parts), generator=seed) for _ in range(parts)]
@@ -117,11 +114,9 @@ def block_layouts_of(
     registered: Mapping[str, torch.Tensor],
     writer: Callable[[str], BlockWriter],
 ) -> tuple[BlockLayout, ...]:
-    """Return the layout of each group of *shape* in the pages *registered* by layer name.
-
-    *writer* returns a layer's BlockWriter. Raises LayoutMismatchError for pages that do not match
-    *shape*, or are on several devices.
-    """
+    """Return the layout of each group of *shape* in the pages *registered* by layer name. *writer*
+    returns a layer's BlockWriter. Raises LayoutMismatchError for pages of another shape, or on
+    several devices."""
     names = {layer.name for group in shape.groups for layer in group.layers}
     if names != set(registered):
         raise LayoutMismatchError("layers", sorted(registered)[:4], f"expected {len(names)}")
@@ -204,8 +199,7 @@ def _unsigned(part: torch.Tensor) -> Part:
 
 def windows_left(shape: KVCacheShape, tables: BlockTables) -> bool | None:
     """Return whether the engine still has a chunk's windows in the blocks in *tables*; None: it
-    does not have the chunk.
-    """
+    does not have the chunk."""
     has_windows = True
     for group in shape.groups:
         kept = shape.kept_blocks(group, len(tables[0]))
@@ -219,10 +213,8 @@ def windows_left(shape: KVCacheShape, tables: BlockTables) -> bool | None:
 def components_of(
     shape: KVCacheShape, layout: KVLayout, tables: BlockTables
 ) -> list[tuple[Component | None, bool]]:
-    """Return a chunk's component of each group by *layout*, and whether the blocks need it.
-
-    *tables*: the blocks of the chunk. Raises LayoutMismatchError if it lacks a needed component.
-    """
+    """Return a chunk's component of each group by *layout*, and whether its blocks, in *tables*,
+    need it. Raises LayoutMismatchError if it lacks a needed one."""
     tokens = len(tables[0]) * shape.block_tokens
     if layout.tokens != tokens:
         raise LayoutMismatchError("tokens", layout.tokens, f"give {tokens}")
@@ -318,20 +310,17 @@ class Staged(NamedTuple):
 
 @dataclass(slots=True)
 class LoadJob:
-    """One load: the chunks *digests*, each into the blocks in its ``chunks`` entry.
+    """The load of *spec*, each chunk into the blocks in its ``chunks`` entry.
 
-    The first ``kept_blocks`` are not written, and no block before the event ``after``. ``arrived``
-    is called on progress; ``is_over`` returns whether time is up. ``terms``: of a load with a
-    deadline, for a side that supports partial reads.
+    No block is written before the event ``after``. ``arrived`` is called on progress; ``is_over``
+    returns whether time is up. Only a side that supports partial reads uses the spec's terms.
     """
 
-    digests: Sequence[ChainDigest]
+    spec: LoadSpec
     chunks: Sequence[BlockTables]
-    kept_blocks: int
     after: Event | None
     arrived: Callable[[], None]
     is_over: Callable[[], bool]
-    terms: PlanTerms | None = None
     read: int = 0
     """Chunks in their blocks so far."""
     stated: list[Stated] = field(default_factory=list)
@@ -340,13 +329,10 @@ class LoadJob:
 
 class HostSide:
     """A worker's loads and stores for pages in CPU memory: stores copy in the background, loads
-    read directly into the blocks. ``DeviceSide`` is for pages on a device.
-    """
+    read directly into the blocks. ``DeviceSide`` is for pages on a device."""
 
     waits_in_pages = False
     """Whether chunks not copied yet wait in the engine's pages, and take no memory."""
-    is_gpu_tier_far = False
-    """Whether the server has a gpu tier that this side cannot reach."""
 
     def __init__(self, pages: EnginePages, connector: Connector, chunk_blocks: int) -> None:
         self._pages = pages
@@ -370,7 +356,7 @@ class HostSide:
     def read(self, job: LoadJob) -> None:
         """Read as many chunks of *job* as possible."""
         targets = [
-            BlockTarget(self._pages, tables, 0 if number else job.kept_blocks)
+            BlockTarget(self._pages, tables, 0 if number else job.spec.kept_blocks)
             for number, tables in enumerate(job.chunks)
         ]
 
@@ -379,13 +365,13 @@ class HostSide:
             return targets[number].tensors(layout)
 
         if targets:
-            read = self._connector.read_into(job.digests, target, job.stated, job.terms)
-            for one in targets[:read]:
+            spec = job.spec
+            job.read = self._connector.read_into(spec.digests, target, job.stated, spec.terms)
+            for one in targets[: job.read]:
                 one.finish()
-            job.read = read
 
     def put_near(
-        self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[object], hints: Hints
+        self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[Any], hints: Hints
     ) -> set[int]:
         """Put copies that need no host memory; return the indices of those stored."""
         return set()
@@ -402,13 +388,11 @@ class HostSide:
 
 
 class BlockCopy:
-    """One chunk in the blocks in *tables*, copied by the first thread that calls ``run``.
-
-    ``result`` is the copy once made; None if the engine no longer had the chunk.
-    """
+    """One chunk in the blocks in *tables*, copied by the first thread that calls ``run``:
+    ``result``; None if the engine no longer had the chunk."""
 
     def __init__(self, side: HostSide, tables: BlockTables) -> None:
-        self._side = side
+        self.side = side
         self._tables: BlockTables | None = tables
         self._lock = threading.Lock()  # held while copying
         self._memory: BlockGather | None = None
@@ -422,13 +406,13 @@ class BlockCopy:
         with self._lock:
             tables, self._tables = self._tables, None
             if tables is not None:
-                self._memory = self._side.take()
+                self._memory = self.side.take()
                 self.result = self._memory.take(tables)
 
     def free(self) -> None:
         """Return the copy's memory, which must be out of use."""
         if self._memory is not None:
-            self._side.idle.append(self._memory)
+            self.side.idle.append(self._memory)
         self._memory = self.result = None
 
 

@@ -1,9 +1,5 @@
 """The vLLM connector, loaded by vLLM itself: loads and stores prefixes of a model's KV.
 
-    --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_role": "kv_both",
-      "kv_connector_module_path": "kvstore.client.engines.vllm",
-      "kv_load_failure_policy": "recompute"}'
-
 vLLM creates one object in its scheduler and one in each worker. A store error is a miss; an
 engine whose KV has no name, or unsupported pages, runs without the store and logs why.
 """
@@ -12,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeAlias
+from typing import Any
 
 import torch
 import vllm
@@ -59,8 +55,6 @@ __all__ = ["KVStoreConnector"]
 
 logger = init_logger(f"vllm.{__name__}")
 
-Half: TypeAlias = VllmScheduler | VllmWorker
-
 OLDEST, NEWEST = (0, 26), (0, 33)
 """Releases that the connector is written for. vLLM's connector interface changes with them;
 changes in between are detected by feature, not by version."""
@@ -95,9 +89,6 @@ class WorkerMetadata(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
 class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: ignore[misc]
     """The connector's scheduler side, or that of one worker: vLLM calls only its methods."""
 
-    _scheduler: VllmScheduler
-    _worker: VllmWorker
-
     def __init__(
         self, vllm_config: VllmConfig, role: base.KVConnectorRole, kv_cache_config: Any
     ) -> None:
@@ -109,19 +100,17 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         if warning := untested():
             logger.warning(warning)
         is_scheduler = role == base.KVConnectorRole.SCHEDULER
-        half = _scheduler if is_scheduler else _worker
+        make: Callable[..., Any] = _scheduler if is_scheduler else _worker
         try:
             shape = shape_of(vllm_config, kv_cache_config)
             check_loads_can_fail(shape)
-            side = half(vllm_config, settings, shape, kv_cache_config)
+            side = make(vllm_config, settings, shape, kv_cache_config)
         except (*INCOMPATIBLE, KVStoreError, OSError) as error:
             logger.error("running without the store: %s: %s", type(error).__name__, error)
             side = _refused(vllm_config, settings, error, is_scheduler=is_scheduler)
         self._side = side
-        if isinstance(side, VllmScheduler):
-            self._scheduler = side
-        else:
-            self._worker = side
+        self._scheduler: VllmScheduler = side
+        self._worker: VllmWorker = side
 
     @property
     def requires_kv_delivery(self) -> bool:
@@ -279,10 +268,8 @@ def _plan_in(metadata: Any) -> StepPlan:
 
 
 def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
-    """Return a function that writes KV into pages by the attention backend of *layer*.
-
-    KV is written as *dtype*, multiplied first by the scale that the backend divides by.
-    """
+    """Return a function that writes KV into pages by the attention backend of *layer*, as *dtype*
+    and multiplied by the scale that the backend divides by."""
 
     def write(parts: Sequence[torch.Tensor], pages: torch.Tensor, slots: torch.Tensor) -> None:
         if not hasattr(getattr(layer, "impl", None), "do_kv_cache_update"):
@@ -333,7 +320,7 @@ def publishes_events(config: VllmConfig) -> bool:
 
 def _scheduler(
     config: VllmConfig, settings: VllmSettings, shape: KVCacheShape, cache: KVCacheConfig
-) -> Half:
+) -> VllmScheduler:
     transfer = config.kv_transfer_config
     if transfer.kv_load_failure_policy != "recompute":
         fix = 'set it to "recompute": else vLLM fails a request whose load failed'
@@ -357,7 +344,7 @@ def _scheduler(
 
 def _worker(
     config: VllmConfig, settings: VllmSettings, shape: KVCacheShape, _: KVCacheConfig
-) -> Half:
+) -> VllmWorker:
     connector = _connector(config, settings, shape, get_tensor_model_parallel_rank())
     worker = VllmWorker(connector, shape, settings.queue_bytes)
     worker.cost = FlopsModel.of(config.model_config.hf_text_config)
@@ -373,9 +360,9 @@ def _connector(
     identity = model_of(config, shape, settings.model_revision)
     name = "vllm-lookup" if rank is None else f"vllm-rank-{rank}"
     options = settings.client_options(chunk_tokens, name, is_lookup=rank is None)
-    shard = None
     if rank is not None and shape.ranks * shape.stages > 1:
         shard = Shard.of_rank(identity, rank, shape.ranks, shape.own_layers)
+        options = replace(options, shard=shard)
     client_class = Client
     if rank is not None and config.device_config.device_type == "cuda":
         from kvstore.client.cuda import CudaClient  # it may lack cupy
@@ -389,7 +376,6 @@ def _connector(
         client_class(settings.address, identity, options),
         durable=settings.durable,
         prefill=settings.prefill if rank is None else None,
-        shard=shard,
         accuracy=accuracy,
     )
 
@@ -400,7 +386,7 @@ NOWHERE = "127.0.0.1:1"
 """An address where no server listens."""
 
 
-def _refused(config: Any, settings: VllmSettings, error: Exception, *, is_scheduler: bool) -> Half:
+def _refused(config: Any, settings: VllmSettings, error: Exception, *, is_scheduler: bool) -> Any:
     """Return a side that runs without the store because of *error*, and reports it."""
     name = "vllm-lookup" if is_scheduler else "vllm-rank"
     connector = Connector(client_of_refused(config, settings, name))

@@ -10,10 +10,12 @@ device in separate threads, never in a hook.
 from __future__ import annotations
 
 import mmap
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from itertools import groupby
+from typing import Any
 
 import numpy as np
 import structlog
@@ -35,7 +37,6 @@ from kvstore.proto.buffers import Bytes
 from kvstore.proto.device import Device, Event, open_device, tensor_over
 from kvstore.proto.errors import KVStoreError, LayoutMismatchError, TierUnavailableError
 from kvstore.proto.frame import FrameHeader, FrameTemplate, raw_frame_bytes
-from kvstore.proto.keys import chunk_key
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import ROOT, ChunkKey, KVLayout, LayerKind, Model, PutOutcome
 
@@ -50,10 +51,8 @@ logger = structlog.get_logger(__name__)
 
 
 class EngineDevicePages:
-    """The pages of every layer on one device, and the places of chunks in them.
-
-    The constructor raises LayoutMismatchError for unsupported pages.
-    """
+    """The pages of every layer on one device, and the places of chunks in them. Raises
+    LayoutMismatchError for unsupported pages."""
 
     def __init__(
         self,
@@ -81,10 +80,8 @@ class EngineDevicePages:
         self._of_kinds: dict[tuple[LayerKind, ...], tuple[Pages, ...]] = {}
 
     def of(self, layout: KVLayout) -> tuple[Pages, ...]:
-        """Return the pages of *layout*'s components, the same object for the same kinds.
-
-        Raises LayoutMismatchError if the engine lacks one.
-        """
+        """Return the pages of *layout*'s components, the same object for the same kinds. Raises
+        LayoutMismatchError if the engine lacks one."""
         kinds = tuple(component.kind for component in layout.components)
         if kinds not in self._of_kinds:
             pairs = zip(self.shape.groups, self._groups, strict=True)
@@ -97,10 +94,8 @@ class EngineDevicePages:
     def tables(
         self, chunks: Sequence[BlockTables], kept_blocks: int = 0
     ) -> list[NDArray[np.int64]]:
-        """Return block tables of *chunks*, concatenated, in the kernels' blocks.
-
-        The first *kept_blocks* and null blocks are skipped.
-        """
+        """Return block tables of *chunks*, concatenated, in the kernels' blocks; the first
+        *kept_blocks* and null blocks are skipped."""
         found = []
         for table in range(len(chunks[0])):
             ids = np.array([block for chunk in chunks for block in chunk[table]], np.int64)
@@ -133,7 +128,7 @@ class DeviceCopy:
     """One chunk in a slot of the ring; *slot* None: the engine no longer had it."""
 
     def __init__(self, side: DeviceSide, slot: int | None, *, has_windows: bool = True) -> None:
-        self._side = side
+        self.side = side
         self.slot = slot
         self.has_windows = has_windows
         self.gathered: Event | None = None
@@ -144,7 +139,7 @@ class DeviceCopy:
     def begin(self) -> None:
         """Queue the copy to host memory."""
         if self.slot is not None and self._brought is None:
-            self._host, self._brought = self._side.bring(self.slot, self.gathered)
+            self._host, self._brought = self.side.bring(self.slot, self.gathered)
 
     def run(self) -> None:
         """Copy it to host memory; this frees its slot of the ring."""
@@ -153,12 +148,12 @@ class DeviceCopy:
             return
         self._brought.synchronize()
         self._free_slot()
-        header = self._side.headers[self._side.layouts[self.has_windows]]
+        header = self.side.headers[self.side.layouts[self.has_windows]]
         self.result = blocks.Staged(self._host.tensors(header), self.has_windows)
 
     def _free_slot(self) -> None:
         if self.slot is not None:
-            self._side.slots.append(self.slot)
+            self.side.slots.append(self.slot)
             self.slot = None
 
     def free(self) -> None:
@@ -168,7 +163,7 @@ class DeviceCopy:
                 self._brought.synchronize()
         self._free_slot()
         if self._host is not None:
-            self._side.host.append(self._host)
+            self.side.host.append(self._host)
         self.result = self._host = self._brought = None
 
 
@@ -193,7 +188,7 @@ class DeviceSide:
         client = connector.client
         tokens = client.options.chunk_tokens
         self._chunk_tokens = tokens
-        shard = connector.shard
+        shard = client.options.shard
         self.layouts = {
             has: _rank_layout(client.model, shard, tokens, has_windows=has)
             for has in ({True} if pages.shape.has_ends_only else {True, not pages.shape.has_ends})
@@ -204,9 +199,10 @@ class DeviceSide:
         self.device = device or open_device(pages.device)
         whole = KVLayout.of(client.model, tokens)
         self._shard = None if shard is None else shard.in_chunk(client.model, whole)
-        self._is_straight = isinstance(client, CudaClient) and not pages.shape.has_ends
-        # Also for a rank: frames read directly into the pages are verified as a whole.
-        frame_bytes = raw_frame_bytes(whole) if self._is_straight else self.chunk_bytes
+        self._cuda = client if isinstance(client, CudaClient) else None
+        self._straight = None if pages.shape.has_ends else self._cuda
+        """Reads frames directly into the pages. Verifies a rank's frames as a whole, too."""
+        frame_bytes = self.chunk_bytes if self._straight is None else raw_frame_bytes(whole)
         self.reader = DeviceReader(self.device, frame_bytes, LOAD_SLOTS)
         self._ring, slots = self._allocated(ring_bytes)
         self._puts = DeviceRing(self.device, self._ring)
@@ -241,12 +237,6 @@ class DeviceSide:
         size = self.chunk_bytes
         return [_Slot(memory[at * size : (at + 1) * size]) for at in range(count)]
 
-    @property
-    def is_gpu_tier_far(self) -> bool:
-        """Whether the server has a gpu tier that this side cannot reach."""
-        client = self._connector.client
-        return isinstance(client, CudaClient) and client.is_gpu_tier_far
-
     # --- stores
 
     def copies(self, chunks: Sequence[BlockTables]) -> list[DeviceCopy]:
@@ -258,9 +248,9 @@ class DeviceSide:
             if has_windows is None:
                 found.append(DeviceCopy(self, None))
                 continue
-            slot = self.slots.pop() if self.slots else None
-            if slot is None:
+            if not self.slots:
                 break
+            slot = self.slots.pop()
             found.append(DeviceCopy(self, slot, has_windows=has_windows))
             gathered.append((found[-1], slot, tables))
         try:
@@ -304,30 +294,21 @@ class DeviceSide:
             raise
 
     def put_near(
-        self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[object], hints: Hints
+        self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[Any], hints: Hints
     ) -> set[int]:
         """Have a server with a gpu tier on this device copy chunks directly from the ring."""
-        client, connector = self._connector.client, self._connector
-        if not isinstance(client, CudaClient) or connector.shard or connector.durable:
-            return set()
-        whole = [
-            (number, copy)
-            for number, copy in enumerate(copies)
-            if isinstance(copy, DeviceCopy) and copy.slot is not None and copy.has_windows
-        ]
-        written = whole[-1][1].gathered if whole else None
-        if written is None:
+        client = self._cuda
+        whole = [at for at, one in enumerate(copies) if one.slot is not None and one.has_windows]
+        if client is None or client.options.shard or self._connector.durable or not whole:
             return set()
 
         def put() -> list[Put]:
             named = chunks()
-            placed = [self._placed(named[number], copy.slot or 0) for number, copy in whole]
-            return client.put_on_device(self._puts, placed, written, hints)
+            placed = [self._placed(named[at], copies[at].slot) for at in whole]
+            return client.put_on_device(self._puts, placed, copies[whole[-1]].gathered, hints)
 
-        nothing: list[Put] = []
-        outcomes = self._connector.guard(put, nothing)
-        pairs = zip(whole, outcomes, strict=False)
-        return {number for (number, _), one in pairs if one.outcome in _THERE}
+        outcomes = self._connector.guard(put, list[Put]())
+        return {at for at, one in zip(whole, outcomes, strict=False) if one.outcome in _THERE}
 
     def _placed(self, chunk: Chunk, slot: int) -> DeviceChunk:
         return DeviceChunk(
@@ -343,15 +324,15 @@ class DeviceSide:
 
     def read(self, job: blocks.LoadJob) -> None:
         """Read chunks directly into the pages if possible, and the rest through host memory."""
-        client = self._connector.client
-        if self._is_straight and isinstance(client, CudaClient) and job.digests:
-            keys = [chunk_key(client.namespace, digest) for digest in job.digests]
+        digests, client = job.spec.digests, self._connector.client
+        if self._straight is not None and digests:
+            keys = self._connector.keys_of(digests)
             paged = self._paged(self.layouts[True], job, 0, len(keys))
             paged = replace(paged, shard=self._shard)
-            straight = partial(client.read_on_device, keys, paged, self.reader)
+            straight = partial(self._straight.read_on_device, keys, paged, self.reader)
             job.read = self._connector.guard(lambda: straight(job.after, job.arrived), 0)
-        while job.read < len(job.digests) and not job.is_over() and not client.is_shut:
-            some = min(LOAD_SLOTS, len(job.digests) - job.read)
+        while job.read < len(digests) and not job.is_over() and not client.is_shut:
+            some = min(LOAD_SLOTS, len(digests) - job.read)
             read = self._through_host(job, job.read, some)
             job.read += read
             if read < some:
@@ -359,7 +340,7 @@ class DeviceSide:
 
     def _paged(self, layout: KVLayout, job: blocks.LoadJob, first: int, count: int) -> Paged:
         """Return the target of *count* chunks of a load from index *first*."""
-        kept = 0 if first else job.kept_blocks
+        kept = 0 if first else job.spec.kept_blocks
         tables = self._pages.tables(job.chunks[first : first + count], kept)
         return Paged(self._pages.of(layout), tables)
 
@@ -376,7 +357,7 @@ class DeviceSide:
             pairs = zip(self._load_host[number].tensors(header), wanted, strict=True)
             return [layers if is_wanted else [] for layers, is_wanted in pairs]
 
-        read = self._connector.read_into(job.digests[first : first + count], target)
+        read = self._connector.read_into(job.spec.digests[first : first + count], target)
         if read:
             with self.reader.lock:
                 self._up(job, first, [layouts[number] for number in range(read)])
@@ -392,12 +373,13 @@ class DeviceSide:
             reader.work.wait(reader.copies.record())
             if job.after is not None:
                 reader.work.wait(job.after)
-            for start, stop in _runs(layouts):
+            for layout, run in groupby(range(len(layouts)), layouts.__getitem__):
+                start, *_ = slots = [*run]
                 frames = [
-                    FrameAt(at * size, self.headers[layouts[at]], (at - start) * self._chunk_tokens)
-                    for at in range(start, stop)
+                    FrameAt(at * size, self.headers[layout], (at - start) * self._chunk_tokens)
+                    for at in slots
                 ]
-                paged = self._paged(layouts[start], job, first + start, stop - start)
+                paged = self._paged(layout, job, first + start, len(slots))
                 move = partial(reader.kernels.move, reader.ring, frames, paged, to_pages=True)
                 reader.work.launch(move)
         finally:
@@ -406,19 +388,12 @@ class DeviceSide:
     def close(self) -> None:
         """Release memory: no load or store may follow."""
         self._down.record().synchronize()
-        client = self._connector.client
-        if isinstance(client, CudaClient):
-            client.end_session()  # a server may map the ring
+        if self._cuda is not None:
+            self._cuda.end_session()  # a server may map the ring
         self.reader.close()
         self.device.release(self._ring)
         while self._ends:
             self._ends.pop()()
-
-
-def _runs(layouts: Sequence[KVLayout]) -> Iterator[tuple[int, int]]:
-    """Yield the start and stop of each run of chunks of one layout."""
-    starts = [at for at in range(len(layouts)) if not at or layouts[at] != layouts[at - 1]]
-    yield from zip(starts, [*starts[1:], len(layouts)], strict=True)
 
 
 def _rank_layout(model: Model, shard: Shard | None, tokens: int, *, has_windows: bool) -> KVLayout:

@@ -83,10 +83,8 @@ def _settings(config: Any) -> dict[str, str]:
 
 
 def hashes_inputs(config: Any) -> bool:
-    """Return whether vLLM names images and other inputs by their content.
-
-    With both of its caches off it numbers them from 0 on, in every process.
-    """
+    """Return whether vLLM names images and other inputs by their content. With both of its caches
+    off it numbers them from 0 on, in every process."""
     inputs = getattr(config.model_config, "multimodal_config", None)
     is_caching = bool(config.cache_config.enable_prefix_caching)
     return is_caching or inputs is None or inputs.mm_processor_cache_gb > 0
@@ -279,8 +277,7 @@ def _of_all_ranks(group: LayerGroupShape, total: int, ranks: int) -> LayerGroupS
 
 
 def _groups(cache: Any, fp8: DType | None) -> tuple[LayerGroupShape, ...]:
-    """Return the layers grouped by kind and shape, ordered by first layer; byte pages have dtype
-    *fp8*."""
+    """Return the layers by kind and shape, ordered by first layer; byte pages have dtype *fp8*."""
     layers: list[tuple[LayerRef, LayerGroupShape]] = []
     for table, group in enumerate(cache.kv_cache_groups):
         spec = group.kv_cache_spec

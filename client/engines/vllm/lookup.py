@@ -67,9 +67,7 @@ class CacheIdentity:
 
 class RequestHasher:
     """Computes identities of one engine's requests. For one thread, which may wait for files.
-
-    Without *has_hashes* vLLM numbers images and other inputs instead of hashing them.
-    """
+    Without *has_hashes* vLLM numbers images and other inputs instead of hashing them."""
 
     def __init__(self, *, sglang_names: bool = False, has_hashes: bool = True) -> None:
         self._sglang_names = sglang_names
@@ -78,10 +76,8 @@ class RequestHasher:
         self._adapters: dict[int, tuple[str, list[tuple[str, int, int]], bytes]] = {}
 
     def identity(self, request: Any, epoch: bytes) -> CacheIdentity:
-        """Return the identity of vLLM's *request*. Raises ModelError if it has none.
-
-        *epoch* separates KV computed before the engine's caches were reset.
-        """
+        """Return the identity of vLLM's *request*; *epoch* separates KV computed before the
+        engine's caches were reset. Raises ModelError if it has none."""
         if getattr(request, "prompt_embeds", None) is not None:
             raise ModelError("prompt_embeds", "given", "such prompts are not stored")
         if getattr(request, "resumable", False):

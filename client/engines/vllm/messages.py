@@ -56,7 +56,6 @@ class ChunkName:
 class SaveSpec:
     """Store consecutive chunks of a request, which are complete after this step."""
 
-    request_id: str
     chunks: tuple[ChunkName, ...]
     tables: tuple[tuple[int, ...], ...]
     hints: Hints = NO_HINTS
@@ -262,10 +261,8 @@ class VllmSettings(EngineSettings):
 
 @dataclass(frozen=True, slots=True)
 class FlopsModel:
-    """A prefill's approximate cost: per token, plus per token and preceding token.
-
-    It is sent with each chunk: the eviction policy keeps expensive ones.
-    """
+    """A prefill's approximate cost: per token, plus per token and preceding token. It is sent with
+    each chunk: the eviction policy keeps expensive ones."""
 
     token_flops: float = 0.0
     context_flops: float = 0.0

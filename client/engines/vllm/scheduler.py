@@ -7,6 +7,7 @@ result. Reads vLLM's Request and SchedulerOutput by their fields, without import
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections import Counter, OrderedDict, deque
 from collections.abc import Callable, Iterable, Mapping
@@ -41,8 +42,6 @@ RECENT_S = 10.0
 """Of requests that share a prefix within this time, one stores it."""
 MAX_RECENT_CHUNKS = 16384
 """Limit of chunks tracked for that."""
-NO_LIMIT = 1 << 62
-"""More tokens than any request has."""
 
 
 @dataclass(slots=True)
@@ -67,15 +66,12 @@ class RequestTracker:
     """Of its last load."""
     stored: int | None = None
     """Chunks stored or being stored."""
-    exact_tokens: int = NO_LIMIT
+    exact_tokens: int = sys.maxsize
     """Its leading tokens that are exact, as far as is known."""
 
 
 class VllmScheduler:
-    """Plans one engine's loads and stores. For the scheduler's thread.
-
-    *lookups* is for the whole model: a chunk is a hit once every rank has put its part.
-    """
+    """Plans one engine's loads and stores. For the scheduler's thread."""
 
     def __init__(
         self,
@@ -86,10 +82,9 @@ class VllmScheduler:
         refusal: str = "",
         has_hashes: bool = True,
     ) -> None:
-        """With a *refusal* every request is a miss counted under it, and nothing is looked up.
-
-        *has_hashes*: see RequestHasher.
-        """
+        """*lookups* is for the whole model: a chunk is a hit once every rank has put its part. With
+        a *refusal* every request is a miss counted under it, and nothing is looked up.
+        *has_hashes*: see RequestHasher."""
         options = lookups.client.options
         self._lookups = lookups
         self.chunk_tokens = options.chunk_tokens
@@ -158,10 +153,8 @@ class VllmScheduler:
         return self._desk.submit(list(request.all_token_ids), identify)
 
     def matched_tokens(self, request: Any, computed_tokens: int) -> int | None:
-        """Return how many tokens past *computed_tokens* can be loaded; None: not known yet.
-
-        They are loaded beside the engine's work, and may include all tokens of the prompt.
-        """
+        """Return how many tokens past *computed_tokens* can be loaded, perhaps all of the prompt;
+        None: not known yet."""
         if self._refusal:
             return 0
         tracked = self._track(request)
@@ -218,8 +211,6 @@ class VllmScheduler:
 
     def on_alloc(self, request: Any, loaded_tokens: int, tables: messages.BlockTables) -> None:
         """Plan a load of the next *loaded_tokens* of *request* into the blocks in its *tables*."""
-        if not loaded_tokens:
-            return
         tracked = self._track(request)
         start, size, block = tracked.computed_tokens, self.chunk_tokens, self._shape.block_tokens
         stop, first = start + loaded_tokens, start // size
@@ -334,7 +325,7 @@ class VllmScheduler:
             self.events.ordered(request, chunks)
         blocks = slice(first * size // block, whole * size // block)
         tables = tuple(tuple(table[blocks]) for table in tables_of(request_id))
-        return messages.SaveSpec(request_id, chunks, tables, tracked.hints)
+        return messages.SaveSpec(chunks, tables, tracked.hints)
 
     def _check_lossy(self, tracked: RequestTracker) -> None:
         """Record the exact tokens that the request found in the engine's own cache."""

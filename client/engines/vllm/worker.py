@@ -12,7 +12,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import takewhile
 from typing import TYPE_CHECKING, TypeAlias
@@ -59,13 +59,12 @@ AGAIN_S = 0.1
 
 @dataclass(eq=False)
 class _Save:
-    """A computed chunk, and its copy once ``side`` has begun one."""
+    """A computed chunk, and its copy once that has begun."""
 
     chunk: messages.ChunkName
     tables: messages.BlockTables
     hints: Hints
-    side: Side
-    copy: Copy | None = None
+    copy: Copy = field(init=False)
 
     @cached_property
     def blocks(self) -> frozenset[int]:
@@ -78,11 +77,8 @@ class _Save:
 
 
 class VllmWorker:
-    """Loads and stores for one rank. For the engine's thread; it has threads of its own.
-
-    Until ``register`` succeeds, or after a ``refuse``, every load fails at once and nothing is
-    stored.
-    """
+    """Loads and stores for one rank. For the engine's thread; it has threads of its own. Until
+    ``register`` succeeds, or after a ``refuse``, every load fails at once and nothing is stored."""
 
     def __init__(
         self,
@@ -163,12 +159,8 @@ class VllmWorker:
 
     def refuse(self, reason: str) -> None:
         """Stop loads and stores, and report *reason* to the scheduler and the server."""
-        self._refusal = reason
+        self._refusal, self._side = reason, None
         self._connector.report_refusal(reason)
-
-    @property
-    def _usable(self) -> Side | None:
-        return None if self._refusal else self._side
 
     # --- loads
 
@@ -194,7 +186,7 @@ class VllmWorker:
         """Start the loads of a step."""
         if not plan.loads:
             return
-        side = self._usable
+        side = self._side
         after = self._connector.guard(side.mark, None) if side is not None else None
         for spec in plan.loads:
             with self._changed:
@@ -209,37 +201,35 @@ class VllmWorker:
             self._load(spec, self._clock(), None)
 
     def _load(self, spec: messages.LoadSpec, ordered_s: float, after: Event | None) -> None:
-        began, side, client = self._clock(), self._usable, self._connector.client
+        began, side, client = self._clock(), self._side, self._connector.client
         # After a failed load, skip those that waited past their deadline.
         within_s = client.options.deadline_ms / 1000
         is_late = self._was_short and began - ordered_s > within_s
-        terms, wanted = spec.terms, len(spec.digests)
-        if terms is not None:  # earlier loads used some of its time
-            left_s = max(terms.deadline_s - (began - ordered_s), LEAST_LEFT_S)
-            terms = replace(terms, deadline_s=left_s)
+        wanted = len(spec.digests)
+        if spec.terms is not None:  # earlier loads used some of its time
+            left_s = max(spec.terms.deadline_s - (began - ordered_s), LEAST_LEFT_S)
+            spec = replace(spec, terms=replace(spec.terms, deadline_s=left_s))
         job = blocks.LoadJob(
-            spec.digests,
+            spec,
             self._cut(spec.tables, wanted),
-            spec.kept_blocks,
             after,
             self._note_arrival,
             lambda: self._clock() - began > within_s,
-            terms,
         )
         if side is not None and not is_late:
             self._connector.guard(partial(side.read, job), None)
             self._was_short = max(job.read, len(job.stated)) < wanted
-        is_far = side is not None and side.is_gpu_tier_far
         with self._changed:
-            self._note_loaded(spec, job)
+            self._note_loaded(job)
             self.counted["late_loads"] += is_late
-            self.counted["far_gpu_loads"] += is_far
+            self.counted["far_gpu_loads"] += getattr(client, "is_gpu_tier_far", False)
             self.counted["load_us"] += round(1e6 * (self._clock() - began))
             self._changed.notify_all()
 
-    def _note_loaded(self, spec: messages.LoadSpec, job: blocks.LoadJob) -> None:
+    def _note_loaded(self, job: blocks.LoadJob) -> None:
         """Report and count the result of a load. Called with the lock."""
-        report, id_, wanted, read = self._report, spec.request_id, len(spec.digests), job.read
+        spec, report, read = job.spec, self._report, job.read
+        id_, wanted = spec.request_id, len(spec.digests)
         exact = exact_count(job.stated[:read]) if job.stated else read
         gated = max(0, len(job.stated) - read)
         self._loading -= 1
@@ -269,9 +259,8 @@ class VllmWorker:
         An *is_idle* step waits briefly for one. It has no hook for stores, so chunks waiting in
         the pages are copied here, on the engine's stream.
         """
-        side = self._usable
-        if is_idle and side is not None:
-            self._begin_copies(side)
+        if is_idle:
+            self._begin_copies()
         with self._changed:
             if is_idle and self._loading and not self._done:
                 self._changed.wait(IDLE_WAIT_S)
@@ -308,40 +297,39 @@ class VllmWorker:
 
     def store(self, plan: messages.StepPlan) -> None:
         """Copy and send the step's completed chunks, as far as limits allow."""
-        side = self._usable
         for spec in plan.stores:
-            if side is None:
-                self._drop(spec.chunks)
-            else:
-                self._enqueue(side, spec)
-        if side is not None:
-            self._begin_copies(side)
+            self._enqueue(spec)
+        self._begin_copies()
 
-    def _enqueue(self, side: Side, spec: messages.SaveSpec) -> None:
+    def _enqueue(self, spec: messages.SaveSpec) -> None:
         """Queue the leading chunks that fit: later ones are useless without them."""
-        most = MOST_COPIES
+        side, most = self._side, MOST_COPIES
+        if side is None:
+            self._drop(spec.chunks)
+            return
         if not side.waits_in_pages:
             most = min(most, max(1, self._queue_bytes // side.chunk_bytes))
         free = max(0, most - len(self._storing) - len(self._waiting))
         self._drop(spec.chunks[free:], "dropped_chunks")
         some = spec.chunks[:free]
         pairs = zip(some, self._cut(spec.tables, len(some)), strict=True)
-        self._waiting += [_Save(chunk, tables, spec.hints, side) for chunk, tables in pairs]
+        self._waiting += [_Save(chunk, tables, spec.hints) for chunk, tables in pairs]
 
-    def _begin_copies(self, side: Side) -> None:
+    def _begin_copies(self) -> None:
         """Copy as many waiting chunks as fit. Only within a hook."""
-        waiting, self._waiting = self._waiting, []
-        if not waiting:
+        side, waiting = self._side, self._waiting
+        if side is None or not waiting:
             return
         chunks = [one.tables for one in waiting]
         nothing: Sequence[Copy] | None = None
         copies = self._connector.guard(lambda: side.copies(chunks), nothing)
         if copies is None:  # they would fail in the next step, too
+            self._waiting = []
             self._drop([one.chunk for one in waiting], "dropped_chunks")
             return
         begun, self._waiting = waiting[: len(copies)], waiting[len(copies) :]
         for one, copy in zip(begun, copies, strict=True):
-            one.side, one.copy = side, copy
+            one.copy = copy
         if begun:
             with self._changed:
                 self._storing += begun
@@ -370,14 +358,14 @@ class VllmWorker:
         with self._changed:
             if not self._storing:
                 return []
-            first = self._storing[0]
-            some = self._storing[: blocks.batch_chunks(first.side.chunk_bytes)]
-        return [*takewhile(lambda one: (one.side, one.hints) == (first.side, first.hints), some)]
+            side, hints = self._storing[0].copy.side, self._storing[0].hints
+            some = self._storing[: blocks.batch_chunks(side.chunk_bytes)]
+        return [*takewhile(lambda one: one.copy.side is side and one.hints == hints, some)]
 
     def _send(self, batch: Sequence[_Save]) -> None:
-        side, hints = batch[0].side, batch[0].hints
-        copies = [one.copy for one in batch if one.copy is not None]
-        near = side.put_near(lambda: [self._chunk(one.chunk) for one in batch], copies, hints)
+        hints, copies = batch[0].hints, [one.copy for one in batch]
+        named = lambda: [self._chunk(one.chunk) for one in batch]  # noqa: E731
+        near = copies[0].side.put_near(named, copies, hints)
         rest = [(batch[at].chunk, copy) for at, copy in enumerate(copies) if at not in near]
         for _, copy in rest:
             self._connector.guard(copy.begin, None)
@@ -430,7 +418,7 @@ class VllmWorker:
 
     def report(self) -> messages.WorkerReport | None:
         """Return the report since the last call; None if there is nothing to report."""
-        is_waiting = bool(self._waiting) and self._usable is not None
+        is_waiting = bool(self._waiting) and self._side is not None
         was_waiting, self._was_waiting = self._was_waiting, is_waiting
         with self._changed:
             report, self._report = self._report, messages.WorkerReport()

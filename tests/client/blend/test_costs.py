@@ -226,17 +226,17 @@ def test_agreement_is_that_of_tokens_of_which_the_full_prefill_is_sure() -> None
     blended = torch.tensor([[0.0, 0.05], [3.0, 0.0], [2.0, 0.0]])
     found = compare(full, blended)
     assert (found.clear_tokens, found.agreement) == (2, 0.5)
-    assert found.agreement_of_all == pytest.approx(1 / 3)
     unclear = compare(full[:1], blended[:1])
-    assert (unclear.clear_tokens, unclear.agreement, unclear.agreement_of_all) == (0, 0.0, 0.0)
+    assert (unclear.clear_tokens, unclear.agreement) == (0, 0.0)
 
 
 def test_of_two_comparisons_the_larger_divergence_counts_and_all_their_tokens() -> None:
-    question, answer = ShadowEval(0.01, 1.0, 30, 0.9, 20), ShadowEval(0.04, 0.5, 10, 0.6, 10)
+    question, answer = ShadowEval(0.01, 1.0, 30, 20), ShadowEval(0.04, 0.5, 10, 10)
     found = worse(question, answer)
     assert (found.divergence, found.tokens, found.clear_tokens) == (0.04, 40, 30)
     assert found.agreement == pytest.approx(25 / 30)
-    assert found.agreement_of_all == pytest.approx(33 / 40)
+    unclear = worse(ShadowEval(0.01, 0.9, 30, 0), ShadowEval(0.04, 0.6, 10, 0))
+    assert unclear.agreement == pytest.approx(33 / 40)
 
 
 def test_deviations_add_up_over_layers_each_in_its_own_size() -> None:

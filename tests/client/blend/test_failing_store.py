@@ -320,7 +320,7 @@ def test_variants_that_went_under_their_lease_are_computed(
 def test_an_engine_that_reports_nonsense_is_refused_and_answers_all_the_same(
     server: LocalServer, client: Client, blender: Blender, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    nonsense = ShadowEval(-1.0, 7.0, 9, 7.0, 9)
+    nonsense = ShadowEval(-1.0, 7.0, 9, 9)
     monkeypatch.setattr(gate_module, "worse", lambda *_: nonsense)
     done = GuardedBlender(client, blender, TRIAL).run(*ASKED)
     assert "InvalidRequestError" in done.failure
