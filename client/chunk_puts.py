@@ -146,10 +146,10 @@ def layout_of(chunk: Chunk, model: Model, layers: Span | None = None) -> KVLayou
             fix = "make it with KVLayout.of this client's Model"
             raise LayoutMismatchError("layout", chunk.layout, fix)
         return chunk.layout
-    number = 0
-    for group in model.layer_groups:
-        if layers is not None and not has_any(group, layers):
-            continue
+    groups = model.layer_groups
+    if layers is not None:
+        groups = tuple(group for group in groups if has_any(group, layers))
+    for number, group in enumerate(groups):
         if group.kind not in END_KINDS:
             try:
                 tokens = int(chunk.tensors[number][0][0].shape[1])
@@ -158,7 +158,6 @@ def layout_of(chunk: Chunk, model: Model, layers: Span | None = None) -> KVLayou
                 fix = "give components, layers, parts of (kv_heads, tokens, head_dim)"
                 raise LayoutMismatchError("tensors", given, fix) from None
             return KVLayout.of(model, tokens)
-        number += 1
     fix = "give it: without attention layers the tensors do not determine it"
     raise LayoutMismatchError("layout", None, fix)
 

@@ -102,11 +102,9 @@ class DeviceRing:
         """Request, once a session, that the server map it; return why it does not, or ""."""
         session_id = transport.session.terms.session_id
         with self._lock:
-            reason = self._answers.get(session_id)
-            if reason is None:
-                reason = self._offer(transport)
-                self._answers = {session_id: reason}  # one client, one session at a time
-        return reason
+            if session_id not in self._answers:  # one client, one session at a time
+                self._answers = {session_id: self._offer(transport)}
+            return self._answers[session_id]
 
     def _offer(self, transport: ShmTransport) -> str:
         terms, identity = transport.session.terms, self.device.identity
