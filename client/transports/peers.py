@@ -23,7 +23,7 @@ from kvstore.proto.types import DIGEST_BYTES
 
 TIER = "peer"
 MAX_LENDERS = 16
-"""Servers to connect to; the oldest entry is evicted."""
+"""Servers to connect to; one that was not read from for AGAIN_S makes way for another."""
 SILENCE_S = 0.25
 """Timeout of the next bytes, before the own server is used."""
 AGAIN_S = 30.0
@@ -33,9 +33,10 @@ AGAIN_S = 30.0
 @dataclass(slots=True)
 class _Lender:
     """Another server; ``streams`` if it granted access. ``due_s``: when to request access (again),
-    in monotonic seconds; infinite during a request.
+    in monotonic seconds; infinite during a request. ``used_s``: when it was added, or read from.
     """
 
+    used_s: float
     due_s: float = -math.inf
     streams: Pool[FrameStream] | None = None
     session_id: int = 0
@@ -66,7 +67,7 @@ class PeerReads:
             return
         for number in numbers:
             with self._lock:
-                known = self.lenders.get(number) or _Lender()
+                known = self.lenders.get(number) or _Lender(self._clock())
                 if self._is_closed or self._clock() < known.due_s or not self._has_space(number):
                     continue
                 known.due_s = math.inf
@@ -76,9 +77,10 @@ class PeerReads:
             ).start()
 
     def _has_space(self, number: int) -> bool:
-        """Whether another may be added; evicts the oldest if needed."""
+        """Whether another may be added; evicts one that is not used if needed."""
         if number not in self.lenders and len(self.lenders) >= MAX_LENDERS:
-            first = next((n for n, one in self.lenders.items() if one.due_s < math.inf), None)
+            rows, since = self.lenders.items(), self._clock() - AGAIN_S
+            first = next((n for n, x in rows if x.used_s < since and x.due_s < math.inf), None)
             if first is None:
                 return False
             _close(self.lenders.pop(first))
@@ -86,7 +88,7 @@ class PeerReads:
 
     def _connect(self, number: int, lender: _Lender) -> None:
         try:
-            new = self._opened(number)
+            new = self._opened(number, lender.used_s)
         except KVStoreError:
             self._skip(lender)
             return
@@ -95,7 +97,7 @@ class PeerReads:
                 self.lenders[number], new = new, lender
         _close(new)
 
-    def _opened(self, number: int) -> _Lender:
+    def _opened(self, number: int, used_s: float) -> _Lender:
         session_id = self._session.terms.session_id
         requested_at = self._clock()
         reply: pb.LendPeerResponse = self._session.connection.call(
@@ -115,7 +117,8 @@ class PeerReads:
         streams = streams_to(entrance, SILENCE_S)
         with in_use(streams, streams.take(DIAL_S)):  # checks that it can be reached
             pass
-        return _Lender(requested_at + reply.valid_ms / 2000, streams, reply.session_id)
+        due_s = requested_at + reply.valid_ms / 2000
+        return _Lender(used_s, due_s, streams, reply.session_id)
 
     def _skip(self, lender: _Lender) -> None:
         lender.due_s = self._clock() + AGAIN_S
@@ -134,6 +137,7 @@ class PeerReads:
         streams = None if lender is None else lender.streams
         if lender is None or streams is None:
             return first
+        lender.used_s = self._clock()
 
         def renumbered(index: int, frame_bytes: int, start: Bytes) -> DirectFrame | None:
             return direct(first + index, frame_bytes, start)
