@@ -248,7 +248,8 @@ def test_servers_past_the_limit_take_the_place_of_those_that_are_not_read_from()
     session: Any = SimpleNamespace(
         options=ClientOptions(),
         peers=range(MAX_LENDERS),
-        terms=SimpleNamespace(session_id=1, namespace=bytes(16), max_frame_bytes=1),
+        namespace=bytes(16),
+        terms=SimpleNamespace(session_id=1, max_frame_bytes=1),
         connection=SimpleNamespace(call=call),
     )
     with closing(FakePeer({})) as fake, closing(PeerReads(session, clock)) as reads:
