@@ -199,15 +199,20 @@ def number(text: str, least: int | None = None, most: int | None = None) -> Any:
     return Option(metavar="N", help=text, min=least, max=most)
 
 
-def path(text: str) -> Any:
-    """Return an option that is a file."""
-    return Option(metavar="FILE", help=text)
+def path(text: str, *flags: str, metavar: str = "FILE") -> Any:
+    """Return an option that is a file or a folder."""
+    return Option(*flags, metavar=metavar, help=text)
 
 
 def chosen(text: str, names: Sequence[str]) -> Any:
-    """Return an option that is a comma-separated list of *names*."""
+    """Return an option that is a comma-separated list of *names*, with their completion."""
+
+    def complete(incomplete: str) -> list[str]:
+        start, comma, last = incomplete.rpartition(",")
+        return [f"{start}{comma}{name}" for name in names if name.startswith(last)]
+
     text = f"{text}: {', '.join(names)}; comma-separated."
-    return Option(metavar="NAMES", help=text, autocompletion=completes(*names))
+    return Option(metavar="NAMES", help=text, autocompletion=complete)
 
 
 def size(text: str, *flags: str) -> Any:
@@ -222,16 +227,6 @@ def _parse_size(text: str | int) -> int:
         return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def completes(*names: str) -> Callable[[str], list[str]]:
-    """Return a completion of the last of comma-separated *names*."""
-
-    def complete(incomplete: str) -> list[str]:
-        start, comma, last = incomplete.rpartition(",")
-        return [f"{start}{comma}{name}" for name in names if name.startswith(last)]
-
-    return complete
 
 
 def confirm(question: str) -> None:

@@ -82,18 +82,11 @@ class SegmentLine(msgspec.Struct, frozen=True):
 
 
 TraceLines = list[BlockLine] | list[SegmentLine]
-
-
-class _Kinds(msgspec.Struct):
-    """Distinguishes the two kinds of lines, by a field that only one of them has."""
-
-    hash_ids: msgspec.Raw = msgspec.Raw()
-    input_segs: msgspec.Raw = msgspec.Raw()
-
-
-_kinds = msgspec.json.Decoder(_Kinds)
-_block_line = msgspec.json.Decoder(BlockLine)
-_segment_line = msgspec.json.Decoder(SegmentLine)
+_DECODERS: dict[bytes, Any] = {
+    b'"hash_ids"': msgspec.json.Decoder(BlockLine),
+    b'"input_segs"': msgspec.json.Decoder(SegmentLine),
+}
+"""The two kinds of lines, by a field that only one of them has."""
 
 
 @dataclass(slots=True)
@@ -132,11 +125,7 @@ class TraceWriter:
 
 
 def read_trace(path: Path) -> TraceLines:
-    """Read all requests of a trace, in the file's order.
-
-    Raises InvalidRequestError with the file, the line and the reason; OSError if the file cannot
-    be read.
-    """
+    """Read all requests of a trace, in order. Raises InvalidRequestError with the line; OSError."""
     lines: list[Any] = []
     with path.open("rb") as file:
         for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
@@ -156,14 +145,13 @@ def read_trace(path: Path) -> TraceLines:
     return lines
 
 
-def _read_line(raw: bytes, kind: type | None) -> BlockLine | SegmentLine:
-    kinds = _kinds.decode(raw)
-    if not kinds.hash_ids and not kinds.input_segs:
+def _read_line(raw: bytes, kind: type | None) -> Any:
+    decoder = next((one for field, one in _DECODERS.items() if field in raw), None)
+    if decoder is None:
         raise ValueError("give hash_ids (Mooncake's traces) or input_segs (kvstore's own)")
-    found = BlockLine if kinds.hash_ids else SegmentLine
-    if kind not in (None, found):
+    if kind not in (None, decoder.type):
         raise ValueError("earlier lines are of the other kind: use one kind per file")
-    return _block_line.decode(raw) if found is BlockLine else _segment_line.decode(raw)
+    return decoder.decode(raw)
 
 
 class BlockRequest(NamedTuple):
@@ -195,7 +183,7 @@ class BlockTrace(NamedTuple):
 def make_blocks(lines: TraceLines, block_tokens: int = 256) -> BlockTrace:
     """Return a trace as chains of blocks, of its own block size if stated, else *block_tokens*.
 
-    Raises InvalidRequestError if there are too many blocks, or lines differ in block size.
+    Raises InvalidRequestError for too many blocks, or several block sizes.
     """
     first = lines[0]
     size = first.block_tokens if isinstance(first, BlockLine) else block_tokens
@@ -294,10 +282,7 @@ class Outcome:
 
 
 def parse_capacity(text: str, footprint_bytes: int) -> int:
-    """Return a size such as 10GiB, or a share of *footprint_bytes* such as 2.5%, in bytes.
-
-    Raises InvalidRequestError.
-    """
+    """Return the bytes of 10GiB, or of 2.5% of *footprint_bytes*. Raises InvalidRequestError."""
     share = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,9})?)\s*%\s*", text)
     if share is not None:
         return int(Fraction(share[1]) / 100 * footprint_bytes)

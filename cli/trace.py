@@ -25,7 +25,6 @@ MAX_RECORDING_S = 7 * 24 * 3600
 POLL_S = 0.25
 DEADLINE_MS = 20_000
 _BATCH_CHUNKS = 64
-_POLICIES = app.completes("all", *POLICIES)
 
 app.group("trace", "Measure", "Record anonymised access traces of a server, and replay them.")
 
@@ -155,9 +154,7 @@ def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
 )
 def simulate(
     trace: Annotated[Path, Argument(help="JSONL: Mooncake's blocks or token segments.")],
-    policy: Annotated[
-        str, Option(metavar="P[,P]", help="Policies, or all.", autocompletion=_POLICIES)
-    ] = "hit_density",
+    policy: Annotated[str, app.chosen("Policies", ("all", *POLICIES))] = "hit_density",
     capacity: Annotated[
         str, Option("--capacity", "--size", metavar="C[,C]", help="10GiB, or 5% of the trace.")
     ] = "5%",
