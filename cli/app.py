@@ -29,6 +29,7 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 from typing_extensions import override
 
+import kvstore
 from kvstore.proto import __version__
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -41,7 +42,6 @@ from kvstore.proto.errors import (
 from kvstore.proto.types import Model
 
 if TYPE_CHECKING:  # keeps --help fast
-    from kvstore.client.client import Client
     from kvstore.client.connection import Connection
     from kvstore.client.options import Access
 
@@ -160,17 +160,14 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
         connection.close()
 
 
-def client_of(address: str, model: Model, deadline_ms: int, **options: Any) -> Client:
+def client_of(address: str, model: Model, deadline_ms: int, **options: Any) -> kvstore.Client:
     """Return a client of *model* with the given access, which the caller closes.
 
     Raises KVStoreErrors; without an answer, one sentence, as ``connected``.
     """
-    from kvstore.client.client import Client
-    from kvstore.client.options import ClientOptions
-
     call(address, "Status")
-    access = given_access()
-    return Client(address, model, ClientOptions(deadline_ms=deadline_ms, access=access, **options))
+    options |= {"deadline_ms": deadline_ms, "access": given_access()}
+    return kvstore.Client(address, model, kvstore.ClientOptions(**options))
 
 
 def rpc(
