@@ -81,7 +81,7 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
     def work(transport: Transport, left_ms: LeftMs) -> list[Decoded]:
         is_first = not next(tries)
         session, keys, leases = transport.session, request.keys, request.leases
-        limit, digests = session.terms.max_batch_chunks, packed(keys, session.terms.namespace)
+        limit, digests = session.terms.max_batch_chunks, packed(keys, session.namespace)
         most = request.most or max(1, len(keys))
         found: list[Decoded] = []
         while True:
@@ -134,9 +134,15 @@ def target_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Target | N
         if len(out) < len(keys):
             raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")
         out = given(out)
-    target = fresh if out is None else out
-    stopped = STOPPED.get()
-    return target if stopped is None else _stoppable(target, stopped)
+    target, stopped = fresh if out is None else out, STOPPED.get()
+    if stopped is None:
+        return target
+
+    def place(index: int, layout: KVLayout) -> Any:
+        check_not_stopped(stopped)
+        return target(index, layout)
+
+    return place
 
 
 STOPPED: ContextVar[threading.Event | None] = ContextVar("STOPPED", default=None)
@@ -147,14 +153,6 @@ def check_not_stopped(stopped: threading.Event | None) -> None:
     """Raise KVStoreError once the call is cancelled."""
     if stopped is not None and stopped.is_set():
         raise KVStoreError("the call was cancelled")
-
-
-def _stoppable(target: Target, stopped: threading.Event) -> Target:
-    def place(index: int, layout: KVLayout) -> Any:
-        check_not_stopped(stopped)
-        return target(index, layout)
-
-    return place
 
 
 def read_layers(
@@ -177,9 +175,9 @@ def _layers_arriving(
     """Yield the frames of up to MAX_OPEN_BATCHES batches. Each batch is a stream, which *stack*
     ends.
     """
-    terms, left_ms = transport.session.terms, Until(request.deadline_ms).left_ms
-    limit, keys = terms.max_batch_chunks, request.keys
-    digests = packed(keys, terms.namespace)
+    session, left_ms = transport.session, Until(request.deadline_ms).left_ms
+    limit, keys = session.terms.max_batch_chunks, request.keys
+    digests = packed(keys, session.namespace)
     # Rows are named by chunk index over the whole read, so several batches fetch all rows.
     skipped = request.skipped if len(keys) <= limit else None
     (lease_id,) = request.leases or (0,)
@@ -232,7 +230,7 @@ def read_frame(
         session, deadline_ms = transport.session, left_ms()
         request = pb.GetRequest(
             session_id=session.terms.session_id,
-            digests=packed([key], session.terms.namespace),
+            digests=packed([key], session.namespace),
             deadline_ms=deadline_ms,
             min_accuracy=accuracy_number(accuracy),
         )
