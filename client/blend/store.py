@@ -30,7 +30,6 @@ SAMPLED_LAYERS = 8
 """Limit of layers measured, evenly spaced."""
 MAX_CONTEXT = 16
 """The nearest preceding chunks that are reported; a server accepts no more."""
-_HIGHEST_PRIORITY = 255
 
 
 class StoreSource:
@@ -182,7 +181,7 @@ def _planned(
                 chunk_id=first.wanted.content if len(run) == 1 else b"",
                 src_pos=first.best.position,
                 ratio=first.ratio if first.ratio > ratio else None,
-                scores=tuple(level / _HIGHEST_PRIORITY for level in priority) or None,
+                scores=tuple(level / 255 for level in priority) or None,
                 origin=origin,
                 extra=resolved.terms.names,
             )

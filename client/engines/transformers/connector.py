@@ -37,9 +37,9 @@ from kvstore.client.engines.transformers import cache as caches
 from kvstore.client.engines.transformers import generation, identity
 from kvstore.client.engines.transformers.cache import CacheReader, CacheShape, Held, length
 from kvstore.client.engines.transformers.identity import NO_CHANGE, WeightsChange, WeightsWatch
-from kvstore.client.engines.transformers.loads import Call, Link, PrefixLoad, Staging, device_of
+from kvstore.client.engines.transformers.loads import Call, Link, PrefixLoad, Staging
 from kvstore.proto.blend import GateView
-from kvstore.proto.device import Device
+from kvstore.proto.device import Device, HostDevice, open_device
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.hf_config import rope_parameters
 from kvstore.proto.types import Accuracy
@@ -97,7 +97,10 @@ class TransformersConnector(Connector):
         self._compared = itertools.count()
         self._chunk_tokens = client.options.chunk_tokens
         self._staging: Staging | None = None
-        if (device := device or device_of(model)) is not None:
+        if device is None and model.device.type != "cpu":  # the CPU needs no copies
+            # On devices other than CUDA torch's copies are synchronous.
+            device = open_device(model.device) if model.device.type == "cuda" else HostDevice()
+        if device is not None:
             self._staging = Staging(device, model.device, self._shape, self._chunk_tokens)
         self._link = Link(self, model, self._shape, self._staging)
         # Last: from here on a fork uses all of the above.
@@ -270,8 +273,8 @@ class TransformersConnector(Connector):
         *config* is the model's own when None; *settings* are those of ``model.generate``
         (``max_new_tokens=8``, ``streamer=...``). Raises InvalidRequestError unless they keep one
         sequence per prompt in a dynamic or static cache. The prompt and all generated tokens but
-        the last are stored. Models with windows or states are stored, and hit, in whole chunks.
-        *accuracy* and *deadline_ms* apply to this call only: see ``TransformersConnector``.
+        the last are stored, in whole chunks for models with windows or states. *accuracy* and
+        *deadline_ms* apply to this call only: see ``TransformersConnector``.
         """
         began_s = time.monotonic()
         if not isinstance(self._model, GenerationMixin):
@@ -321,14 +324,13 @@ class TransformersConnector(Connector):
                     self.learned.observe(left, time.perf_counter() - began_s - prompt.waited_s)
 
                 watch.on_first = on_first
-                return self._run(ids, call, cache, None, [watch])
+                return self._run(ids, call, cache, None, watch)
 
         output = prompt.run(run)
         if self._is_still(call.weights, cache):
             self._compare(prompt)
             sequence = output.sequences[0].tolist()[: length(cache, shape)]
-            reader = self._reader(cache, [*prompt.ends, *watch.ends])
-            self._save_new(prompt, sequence, reader)
+            self._save_new(prompt, sequence, self._reader(cache, [*prompt.ends, *watch.ends]))
         return Generation(output, prompt.prefix.hit_tokens, (prompt.prefix.hit_tokens,))
 
     def _begin(self, prompt: PrefixLoad) -> None:
@@ -354,16 +356,11 @@ class TransformersConnector(Connector):
         return ends
 
     def _run(
-        self,
-        ids: Tensor,
-        call: Call,
-        cache: Cache,
-        mask: Tensor | None,
-        watches: Sequence[StoppingCriteria] = (),
+        self, ids: Tensor, call: Call, cache: Cache, mask: Tensor | None, *watch: StoppingCriteria
     ) -> GenerateDecoderOnlyOutput:
         model: Any = self._model
         given = {**call.passed, **caches.as_argument(cache), "generation_config": call.settings}
-        given["stopping_criteria"] = [*watches, *(call.passed.get("stopping_criteria") or ())]
+        given["stopping_criteria"] = [*watch, *(call.passed.get("stopping_criteria") or ())]
         given["attention_mask"] = torch.ones_like(ids) if mask is None else mask
         output: GenerateDecoderOnlyOutput = model.generate(ids, **given)
         return output

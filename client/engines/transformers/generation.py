@@ -165,10 +165,7 @@ def settings_of(
         value = getattr(settings, name, None)
         return getattr(model.generation_config, name, None) if value is None else value
 
-    stored = (
-        "use a dynamic or static cache: a quantised one differs between a load and a prefill, "
-        "and an offloaded one is elsewhere"
-    )
+    stored = "use a dynamic or static cache: quantised KV changes in a load, offloaded is elsewhere"
     drafted = "with drafts a prompt is computed again behind what was loaded, and its KV is wrong"
     for name, taken, fix in (
         ("num_beams", (None, 0, 1), "one sequence at a time"),
