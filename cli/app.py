@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 import os
+import shutil
 import signal
 import sys
 import time
@@ -18,8 +19,10 @@ from contextvars import ContextVar
 from dataclasses import fields, is_dataclass
 from enum import Enum
 from inspect import Parameter
+from itertools import zip_longest
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn, TypeVar, get_args
+from textwrap import wrap
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import typer
 from typer import Argument, Option
@@ -27,6 +30,7 @@ from typer.core import TyperGroup
 from typing_extensions import override
 
 from kvstore.proto import __version__
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -34,14 +38,12 @@ from kvstore.proto.errors import (
     TierUnavailableError,
     printable,
 )
+from kvstore.proto.types import Model
 
 if TYPE_CHECKING:  # keeps --help fast
-    from rich.console import Console, ConsoleOptions, RenderResult
-
     from kvstore.client.client import Client
     from kvstore.client.connection import Connection
     from kvstore.client.options import Access
-    from kvstore.proto.types import Model
 
 EXIT_NOT_HELD = 1
 EXIT_USAGE = 2
@@ -59,7 +61,7 @@ DEADLINE_MS = 2000
 PROBE_S = 0.5
 """How long a late server has to respond to a probe."""
 T = TypeVar("T")
-Command = TypeVar("Command", bound=Callable[..., None])
+Command = TypeVar("Command", bound="Callable[..., Shown | None]")
 
 AsJson = Annotated[bool, Option("--json", help="Print JSON.")]
 Yes = Annotated[bool, Option("--yes", "-y", help="Skip the confirmation.")]
@@ -84,9 +86,9 @@ def _options(prefix: str = "") -> list[Parameter]:
 
     def option(name: str, text: str, metavar: str = "FILE", has_env: bool = False) -> Parameter:
         env = f"{prefix}{name.upper()}" if prefix and has_env else None
-        flag = f"--{name.replace('_', '-')}"
-        found = Option(flag, metavar=metavar, help=text, envvar=env)
-        return _parameter(name, Annotated[str | None, found])
+        kind = Path if metavar == "FILE" else str
+        found = Option(metavar=metavar, help=text, envvar=env)
+        return _parameter(name, Annotated[kind, found])
 
     tls = Option("--tls", help="Connect over TLS; verify the server with the system's CAs.")
     return [
@@ -132,11 +134,9 @@ def server_address() -> str:
 
 def given_access() -> Access:
     """Return the access by the given options. Raises InvalidRequestError."""
-    from kvstore.client.options import OPEN, Access
+    from kvstore.client.options import Access
 
-    given = {name: value for name, value in _given.get({}).items() if name != "address"}
-    files: dict[str, Any] = {name: Path(value) for name, value in given.items() if name != "tls"}
-    return Access("tls" in given, **files) if given else OPEN
+    return Access(**{name: value for name, value in _given.get({}).items() if name != "address"})
 
 
 @contextmanager
@@ -149,10 +149,9 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
     try:
         yield connection
     except (TierUnavailableError, DeadlineError) as error:
-        if isinstance(error, DeadlineError) and connection.answers(PROBE_S):
-            raise  # only this call was too slow
-        if isinstance(error, TierUnavailableError) and not is_gone(error):
-            raise  # the server responds, one of its tiers does not
+        is_late = isinstance(error, DeadlineError)
+        if connection.answers(PROBE_S) if is_late else not is_gone(error):
+            raise  # only this call was too slow, or one of the server's tiers does not respond
         reason = str(error).rpartition(": ")[2]  # the end of gRPC's report of its attempts
         if "Socket closed" in reason and not access.tls:
             reason += "; if the server uses TLS, give --ca or --tls"
@@ -178,8 +177,6 @@ def rpc(
     connection: Connection, method: str, deadline_ms: int = DEADLINE_MS, /, **fields: Any
 ) -> Any:
     """Return the reply to *method* with a request of *fields*. Raises KVStoreErrors."""
-    from kvstore.proto import kvstore_pb2 as pb
-
     kind = pb.DESCRIPTOR.services_by_name["KVStore"].methods_by_name[method]
     request, reply = getattr(pb, kind.input_type.name), getattr(pb, kind.output_type.name)
     return connection.call(method, request(**fields), deadline_ms, reply)
@@ -331,7 +328,7 @@ def command(
 
     *example* has arguments for the help, *exits* are its exit codes. A function with a parameter
     ``address`` takes the connection options, with *where* the address as an argument, too, with
-    *as_server* the flags of kvstore-server.
+    *as_server* the flags of kvstore-server. What a function returns is printed, on --json as JSON.
     """
     codes = "\n".join(f"  {code}  {CODES[int(code)]}" for code in exits.split())
     shown = f"kvstore {path} {example}".rstrip()
@@ -343,20 +340,23 @@ def command(
         made = _groups[owner].command(
             name, epilog=epilog, context_settings=context, rich_help_panel=section
         )
-        made(_with_connection(function, where))
+        made(_with_options(function, where))
         return function
 
     return register
 
 
-def _with_connection(function: Callable[..., None], where: bool) -> Callable[..., None]:
-    """Return *function* with the connection options in place of its ``address``."""
-    own = inspect.signature(function, eval_str=True).parameters
+def _with_options(function: Callable[..., Shown | None], where: bool) -> Callable[..., None]:
+    """Return *function* with the options of connections, and --json, as ``command`` describes."""
+    signature = inspect.signature(function, eval_str=True)
+    own = signature.parameters
     shown = [
         one.replace(kind=Parameter.KEYWORD_ONLY) for one in own.values() if one.name != "address"
     ]
     if where:
         shown.insert(0, _WHERE)
+    if signature.return_annotation is Shown:
+        shown.append(_parameter("as_json", AsJson, False))
     if "address" in own:
         shown += _OPTIONS
 
@@ -365,7 +365,9 @@ def _with_connection(function: Callable[..., None], where: bool) -> Callable[...
         passed = {name: values[name] for name in own if name in values}
         if "address" in own:
             passed["address"] = server_address()
-        function(**passed)
+        found = function(**passed)
+        if found is not None:
+            show(found, values["as_json"])
 
     run.__doc__ = function.__doc__
     return _takes(run, shown)
@@ -395,30 +397,11 @@ def _root(**values: Any) -> None:
 root.callback()(_takes(_root, _ROOT))
 
 
-# --- output: JSON, or text without control characters, in plain columns that are not truncated
+# --- output: JSON, or lines without control characters, in columns that are not truncated
 
 _GAP = "  "
 _MIN_WRAPPED = 12
 """Minimum width of a column that wraps, unless its longest word is longer."""
-
-
-def open_console() -> Console:
-    """Return the console of standard output, which neither truncates nor interprets markup."""
-    from rich.console import Console
-    from rich.text import Text
-
-    class Plain(Console):
-        """Prints text literally: no control characters reach the terminal."""
-
-        @override
-        def render_str(self, text: str, **options: Any) -> Text:
-            return super().render_str(printable(text), **options)
-
-        @override
-        def on_broken_pipe(self) -> None:
-            raise BrokenPipeError
-
-    return Plain(soft_wrap=True, highlight=False, markup=False, emoji=False)
 
 
 class Grid:
@@ -430,86 +413,81 @@ class Grid:
     def __init__(
         self, headings: Sequence[str], rows: Iterable[Iterable[object]], wraps: int = 1
     ) -> None:
-        self._headings = headings
         self._rows = [
-            [printable(" ".join(str(cell).split("\n"))) for cell in cells] for cells in rows
+            [printable(" ".join(str(cell).split("\n"))) for cell in cells]
+            for cells in (headings, *rows)
         ]
         self._wraps = wraps
 
-    def __bool__(self) -> bool:
-        """Return whether there are rows."""
-        return bool(self._rows)
+    def lines(self, width: int | None) -> Iterator[str]:
+        """Yield lines for a terminal of *width* columns; for None of any length."""
+        from rich.cells import cell_len
 
-    def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:
-        """Render for *console*; without a terminal, lines of any length."""
-        from rich.cells import cell_len, set_cell_size
-        from rich.table import Column, Table
-        from rich.text import Text
-
-        columns = list(zip(self._headings, *self._rows, strict=True))
+        columns = list(zip(*self._rows, strict=True))
         widths = [max(map(cell_len, column)) for column in columns]
-        over = sum(widths) + len(_GAP) * (len(widths) - 1) - options.max_width
-        if over <= 0 or not console.is_terminal:
-            for row in (self._headings, *self._rows):
-                yield Text(_GAP.join(map(set_cell_size, row, widths)).rstrip())
-            return
+        over = 0 if width is None else sum(widths) + len(_GAP) * (len(widths) - 1) - width
         for at in range(len(widths) - 1, len(widths) - self._wraps - 1, -1):
             words = (word for cell in columns[at] for word in cell.split())
             least = max(_MIN_WRAPPED, *map(cell_len, words))
             cut = max(0, min(over, widths[at] - least))
             widths[at], over = widths[at] - cut, over - cut
+        headings, *rows = self._rows
         if over > 0:
-            longest = max(map(cell_len, self._headings)) + 1
-            for at, row in enumerate(self._rows):
-                lines = zip(self._headings, row, strict=True)
-                text = "\n".join(f"{name + ':':<{longest}} {cell}" for name, cell in lines)
-                yield Text("\n" * bool(at) + text)
+            longest = max(map(cell_len, headings)) + 1
+            for at, row in enumerate(rows):
+                yield from [""] * bool(at)
+                for name, cell in zip(headings, row, strict=True):
+                    yield f"{name + ':':<{longest}} {cell}"
             return
-        made = (
-            Column(name, width=width, overflow="fold")
-            for name, width in zip(self._headings, widths, strict=True)
-        )
-        table = Table(*made, box=None, pad_edge=False, padding=(0, len(_GAP), 0, 0))
         for row in self._rows:
-            table.add_row(*map(Text, row))
-        yield table
+            parts = (
+                wrap(cell, most, break_on_hyphens=False) if cell_len(cell) > most else [cell]
+                for cell, most in zip(row, widths, strict=True)
+            )
+            for line in zip_longest(*parts, fillvalue=""):
+                gaps = (
+                    " " * (most - cell_len(cell)) for cell, most in zip(line, widths, strict=True)
+                )
+                yield _GAP.join(map(str.__add__, line, gaps)).rstrip()
 
 
-def show(data: object, text: Iterable[str | Grid], as_json: bool, *, held: bool = True) -> None:
-    """Print *data* as JSON, or else the lines and tables of *text*.
+def lines_of(text: Iterable[str | Grid]) -> Iterator[str]:
+    """Yield the lines of *text* for standard output."""
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+    for part in text:
+        yield from part.lines(width) if isinstance(part, Grid) else [printable(part)]
 
-    Exits with 1 unless the command's check *held*.
-    """
+
+class Shown(NamedTuple):
+    """What a command prints: *data* as JSON, or else *text*. It exits with 1 unless it *held*."""
+
+    data: object
+    text: Iterable[str | Grid]
+    held: bool = True
+
+
+def show(found: Shown, as_json: bool) -> None:
+    """Print what a command *found*, and exit as it says."""
     if as_json:
-        print(json.dumps(data, indent=2))
+        print(json.dumps(found.data, indent=2))
     else:
-        console = open_console()
-        for part in text:
-            console.print(part)
-    if not held:
+        print(*lines_of(found.text), sep="\n")
+    if not found.held:
         raise typer.Exit(EXIT_NOT_HELD)
 
 
-def as_dict(found: Any) -> dict[str, Any]:
-    """Return the fields of a dataclass or a protobuf message for JSON.
+def as_dict(value: Any) -> Any:
+    """Return a dataclass or a protobuf message, or a value of its fields, for JSON.
 
-    Bytes become hexadecimal digits, enumerations their names, unset fields null. The ``server``
-    field of each message is omitted.
+    Bytes become hexadecimal digits, enumerations their names. The ``server`` field of each message
+    is omitted.
     """
-    if is_dataclass(found):
-        names = [field.name for field in fields(found)]
-        return {name.removeprefix("is_"): _as_json(getattr(found, name)) for name in names}
-    values = {}
-    for field in found.DESCRIPTOR.fields:
-        is_absent = field.message_type and not field.is_repeated and not found.HasField(field.name)
-        values[field.name] = None if is_absent else _as_json(getattr(found, field.name))
-    values.pop("server", None)
-    return values
-
-
-def _as_json(value: Any) -> Any:
-    if hasattr(value, "DESCRIPTOR") or is_dataclass(value):
-        return as_dict(value)
+    if is_dataclass(value):
+        names = [field.name for field in fields(value)]
+        return {name.removeprefix("is_"): as_dict(getattr(value, name)) for name in names}
+    if hasattr(value, "DESCRIPTOR"):
+        names = [field.name for field in value.DESCRIPTOR.fields if field.name != "server"]
+        return {name: as_dict(getattr(value, name)) for name in names}
     if isinstance(value, Enum):
         return value.name
     if isinstance(value, bytes):
@@ -517,7 +495,7 @@ def _as_json(value: Any) -> Any:
     if hasattr(value, "items"):
         return dict(sorted(value.items()))
     is_row = hasattr(value, "__len__") and not isinstance(value, str)
-    return list(map(_as_json, value)) if is_row else value
+    return list(map(as_dict, value)) if is_row else value
 
 
 def readable_size(size_bytes: float) -> str:

@@ -26,9 +26,9 @@ KeyFile = Annotated[Path, Argument(metavar="FILE", help="Key file.")]
 NewFile = Annotated[Path, Argument(metavar="FILE", help="Key file; created if missing.")]
 
 
-def _show_rows(headings: Sequence[str], rows: Sequence[Sequence[str]], as_json: bool) -> None:
+def _shown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> app.Shown:
     data = [dict(zip(headings, row, strict=True)) for row in rows]
-    app.show(data, [app.Grid(headings, rows)], as_json)
+    return app.Shown(data, [app.Grid(headings, rows)])
 
 
 def _day(made_s: int) -> str:
@@ -82,10 +82,10 @@ def token_make(
 
 
 @app.command("token list", exits="0 2", example="api-keys")
-def token_list(file: KeyFile, as_json: app.AsJson = False) -> None:
+def token_list(file: KeyFile) -> app.Shown:
     """Show the keys of a file: their ids, tenants and roles."""
     rows = [(r.id, r.tenant, ",".join(sorted(r.roles)), _day(r.made)) for r in _tokens(file)]
-    _show_rows(("id", "tenant", "roles", "made"), rows, as_json)
+    return _shown(("id", "tenant", "roles", "made"), rows)
 
 
 @app.command("token revoke", exits="0 2", example="api-keys 0123456789ab")
@@ -120,7 +120,7 @@ def keys_new(file: NewFile) -> None:
 
 
 @app.command("keys list", exits="0 2", example="encryption-keys")
-def keys_list(file: KeyFile, as_json: app.AsJson = False) -> None:
+def keys_list(file: KeyFile) -> app.Shown:
     """Show the epochs of a file, and the fingerprints of their keys."""
     import hashlib
 
@@ -128,7 +128,7 @@ def keys_list(file: KeyFile, as_json: app.AsJson = False) -> None:
         (str(row.epoch), hashlib.sha256(row.key).hexdigest()[:16], _day(row.made))
         for row in _encryption_keys(file)
     ]
-    _show_rows(("epoch", "fingerprint", "made"), rows, as_json)
+    return _shown(("epoch", "fingerprint", "made"), rows)
 
 
 @app.command("keys retire", exits="0 1 2", example="encryption-keys 1 --yes")
@@ -160,10 +160,9 @@ def quota_show(
     address: str,
     tenant: Annotated[str, Argument(help="Tenant; default: your own.")] = "",
     everything: Annotated[bool, Option("--all", help="Every tenant; for admins.")] = False,
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Show a tenant's usage of each tier, and its limits."""
-    _show_quotas(app.call(address, "Quota", tenant=EVERY_TENANT if everything else tenant), as_json)
+    return _quotas(app.call(address, "Quota", tenant=EVERY_TENANT if everything else tenant))
 
 
 @app.command("quota set", example="acme --rate 500")
@@ -176,8 +175,7 @@ def quota_set(  # noqa: PLR0913 - each is an option
     chunks: Annotated[int | None, Option(min=0, help="Chunks on each tier; 0: no limit.")] = None,
     rate: Annotated[int | None, Option(min=0, help="Requests a second.")] = None,
     leases: Annotated[int | None, Option(min=0, help="Leases at once.")] = None,
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Change a tenant's limits until the server restarts; needs the role admin."""
     given = {
         "quota_bytes": quota, "guaranteed_bytes": guaranteed, "chunks": chunks,
@@ -187,10 +185,10 @@ def quota_set(  # noqa: PLR0913 - each is an option
     if not fields.keys() - {"tier"}:
         fix = "give a limit: --size, --guaranteed, --chunks, --rate or --leases"
         raise InvalidRequestError("quota", tenant, fix)
-    _show_quotas(app.call(address, "SetQuota", tenant=tenant, **fields), as_json)
+    return _quotas(app.call(address, "SetQuota", tenant=tenant, **fields))
 
 
-def _show_quotas(reply: Any, as_json: bool) -> None:
+def _quotas(reply: Any) -> app.Shown:
     limits, tiers = [], []
     for one in reply.tenants:
         most = (limit or "-" for limit in (one.leases, one.requests_per_s, one.chunks))
@@ -202,7 +200,7 @@ def _show_quotas(reply: Any, as_json: bool) -> None:
     text = [app.Grid(("tenant", "leases", "of", "requests/s", "chunks a tier"), limits)]
     if tiers:
         text.append(app.Grid(("tenant", "tier", "used", "of", "guaranteed", "chunks"), tiers))
-    app.show(app.as_dict(reply), text, as_json)
+    return app.Shown(app.as_dict(reply), text)
 
 
 # --- audit

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from typer import Argument, Option
 
 from kvstore.cli import app
+from kvstore.proto import types
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
+from kvstore.proto.types import MIN_CHUNK_TOKENS, ChunkKey, KVLayout, Model, PutOutcome
 
 if TYPE_CHECKING:  # keeps --help fast
     from kvstore.client.chunk import Chunk
     from kvstore.client.client import Client
-    from kvstore.client.options import TransportName
     from kvstore.codecs.base import ChunkTensors, Part
-    from kvstore.proto.types import ChunkKey, Model
 
 MAX_CHUNKS = 4096
 MAX_BYTES = 4 << 30
@@ -40,8 +40,6 @@ _RATES = (
 
 def synthetic_model(chunk_bytes: int, name: str) -> Model:
     """Return a model whose 16-token chunks have about *chunk_bytes*. Raises InvalidRequestError."""
-    from kvstore.proto import types
-
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         fix = f"give {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}"
         raise InvalidRequestError("chunk_bytes", chunk_bytes, fix)
@@ -49,17 +47,12 @@ def synthetic_model(chunk_bytes: int, name: str) -> Model:
     kind, dtype = types.LayerKind.attention, types.DType.bfloat16
     layers = (types.LayerGroup(kind, dtype, (0,), heads, _HEAD_DIM),)
     rope = types.RopeParameters(10_000.0, _HEAD_DIM)
-    return types.Model(f"kvstore/{name}", "1", "none", "none", layers, rope, "none")
+    return Model(f"kvstore/{name}", "1", "none", "none", layers, rope, "none")
 
 
-def synthetic_client(
-    address: str, model: Model, deadline_ms: int, transport: TransportName = "auto"
-) -> Client:
+def synthetic_client(address: str, model: Model, deadline_ms: int, **options: Any) -> Client:
     """Return a client of a ``synthetic_model``. Raises KVStoreErrors."""
-    from kvstore.proto.types import MIN_CHUNK_TOKENS
-
-    name = model.model_id.partition("/")[2]
-    options = {"transport": transport, "chunk_tokens": MIN_CHUNK_TOKENS, "name": name}
+    options |= {"chunk_tokens": MIN_CHUNK_TOKENS, "name": model.model_id.partition("/")[2]}
     return app.client_of(address, model, deadline_ms, **options)
 
 
@@ -68,7 +61,6 @@ def noise(model: Model, seed: int = 0) -> ChunkTensors:
     import numpy as np
 
     from kvstore.codecs.base import empty_tensors
-    from kvstore.proto.types import MIN_CHUNK_TOKENS, KVLayout
 
     tensors = empty_tensors(KVLayout.of(model, MIN_CHUNK_TOKENS))
     draw = np.random.default_rng(seed)
@@ -84,7 +76,6 @@ def _parts_of(tensors: ChunkTensors) -> list[Part]:
 def chunks_of(keys: Sequence[ChunkKey], tensors: Sequence[ChunkTensors]) -> list[Chunk]:
     """Return the chunks of a prompt, cycling through *tensors*."""
     from kvstore.client.chunk import Chunk, parents
-    from kvstore.proto.types import MIN_CHUNK_TOKENS
 
     return [
         Chunk(key, tensors[at % len(tensors)], parent=parent, position=MIN_CHUNK_TOKENS * at)
@@ -103,50 +94,28 @@ def bench(
     transport: Annotated[
         Literal["auto", "shm", "tcp", "grpc"], Option(help="Transport of the chunks.")
     ] = "auto",
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Write, read back, verify and delete synthetic chunks; report throughput and latency.
 
     Exits with 1 unless all were read back intact.
     """
-    if chunks * chunk_bytes > MAX_BYTES:
-        fix = f"all chunks together may have at most {app.readable_size(MAX_BYTES)}"
-        raise InvalidRequestError("chunks", chunks, fix)
-    done = run_bench(address, chunks, chunk_bytes, transport)
-    put, get = (done["chunk_bytes"] * chunks / done[name] / 1e9 for name in ("put_s", "get_s"))
-    text = (
-        f"{chunks} chunks of {app.readable_size(done['chunk_bytes'])}: put {put:.2f} GB/s, lookup"
-        f" {done['lookup_ms']:.2f} ms, get {get:.2f} GB/s;"
-        f" {done['stored']} stored, {done['right']} verified"
-    )
-    app.show(done, [text], as_json, held=done["held"])
-
-
-def run_bench(
-    address: str, count: int, chunk_bytes: int, transport: TransportName
-) -> dict[str, Any]:
-    """Run the benchmark under unique keys. Raises KVStoreErrors of the server.
-
-    Returns how many chunks were stored and read back ``right``, the time of each step, and in
-    ``held`` whether all of them were.
-    """
     import numpy as np
 
     from kvstore.codecs.base import empty_tensors
-    from kvstore.proto.types import MIN_CHUNK_TOKENS, KVLayout, PutOutcome
 
-    clock = time.perf_counter
-    model = synthetic_model(chunk_bytes, "bench")
-    with synthetic_client(address, model, DEADLINE_MS, transport) as client:
-        layout = KVLayout.of(client.model, MIN_CHUNK_TOKENS)
-        made = [noise(client.model, seed) for seed in range(min(_PATTERNS, count))]
-        tokens = np.random.default_rng().integers(0, 1 << 31, count * MIN_CHUNK_TOKENS)
-        keys = client.keys(tokens.tolist())
-        chunks = chunks_of(keys, made)
+    if chunks * chunk_bytes > MAX_BYTES:
+        fix = f"all chunks together may have at most {app.readable_size(MAX_BYTES)}"
+        raise InvalidRequestError("chunks", chunks, fix)
+    clock, model = time.perf_counter, synthetic_model(chunk_bytes, "bench")
+    with synthetic_client(address, model, DEADLINE_MS, transport=transport) as client:
+        made = [noise(model, seed) for seed in range(min(_PATTERNS, chunks))]
+        tokens = np.random.default_rng().integers(0, 1 << 31, chunks * MIN_CHUNK_TOKENS)
+        keys = client.keys(tokens.tolist())  # of no other run
+        sent, layout = chunks_of(keys, made), KVLayout.of(model, MIN_CHUNK_TOKENS)
         out = [empty_tensors(layout) for _ in keys]
         try:
             began = clock()
-            outcomes = [put.outcome for put in client.put_chunks(chunks)]
+            outcomes = [put.outcome for put in client.put_chunks(sent)]
             put = clock()
             ready = client.lookup(keys=keys).ready
             found = clock()
@@ -154,16 +123,23 @@ def run_bench(
             read = clock()
         finally:
             client.delete(keys=keys)
+    put_s, lookup_ms, get_s = put - began, (found - put) * 1e3, read - found
     right = sum(
         all(map(np.array_equal, _parts_of(made[at % len(made)]), _parts_of(out[at])))
         for at in range(got)
     )
-    stored = outcomes.count(PutOutcome.stored)
-    return {
-        "chunks": count, "chunk_bytes": layout.raw_bytes, "stored": stored, "right": right,
-        "put_s": put - began, "lookup_ms": (found - put) * 1e3, "get_s": read - found,
-        "held": stored == right == count,
+    stored, size = outcomes.count(PutOutcome.stored), layout.raw_bytes
+    held = stored == right == chunks
+    figures = {
+        "chunks": chunks, "chunk_bytes": size, "stored": stored, "right": right,
+        "put_s": put_s, "lookup_ms": lookup_ms, "get_s": get_s, "held": held,
     }  # fmt: skip
+    speeds = [size * chunks / seconds / 1e9 for seconds in (put_s, get_s)]
+    text = (
+        f"{chunks} chunks of {app.readable_size(size)}: put {speeds[0]:.2f} GB/s, lookup"
+        f" {lookup_ms:.2f} ms, get {speeds[1]:.2f} GB/s; {stored} stored, {right} verified"
+    )
+    return app.Shown(figures, [text], held)
 
 
 # --- codecs
@@ -182,8 +158,7 @@ def codecs(
         list[str] | None,
         Argument(help="Codecs, such as kvq:2; default: all.", autocompletion=complete_codecs),
     ] = None,
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Measure each codec on this machine, and the link speed up to which it pays."""
     from kvstore.codecs.base import NAMES_BY_ID, codec_by_name
     from kvstore.codecs.speed import make_sample, measure
@@ -200,10 +175,6 @@ def codecs(
         row = {"codec": one.name, "backend": one.backend, "accuracy": one.accuracy.name}
         rates = {name: round(getattr(one, name)) for name in _RATES}
         rows.append(row | {"ratio": round(one.ratio, 4)} | rates)
-    app.show({"codecs": rows, "not_measured": missing}, _codecs_text(rows, missing), as_json)
-
-
-def _codecs_text(rows: list[dict[str, Any]], missing: dict[str, str]) -> Iterator[str | app.Grid]:
     headings = (
         "codec", "backend", "accuracy", "ratio", "enc GB/s", "dec GB/s", "even GB/s", "full GB/s",
     )  # fmt: skip
@@ -214,9 +185,10 @@ def _codecs_text(rows: list[dict[str, Any]], missing: dict[str, str]) -> Iterato
         )
         for one in rows
     )  # fmt: skip
-    yield app.Grid(headings, cells)
-    yield from (f"{name}: not measured: {reason}" for name, reason in missing.items())
-    yield (
+    reasons = (f"{name}: not measured: {reason}" for name, reason in missing.items())
+    text = (
         "One thread, 2 MiB of synthetic bfloat16 KV. even: link speed at which a codec breaks even"
         " (slower links gain); full: the same if decoding runs beside the next load."
     )
+    shown: list[str | app.Grid] = [app.Grid(headings, cells), *reasons, text]
+    return app.Shown({"codecs": rows, "not_measured": missing}, shown)

@@ -127,7 +127,7 @@ def _finish(view: GateView) -> None:
     name = f"{gate['model']}, tag {gate['tag'] or '-'}"
     state = f"{name}: {_state(gate)} at ratio {gate['ratio']:.3f}"
     found = f"{_found(gate)}, speedup {_known(gate['speedup'])}: {gate['why']}"
-    app.show(gate, [state, found], as_json=False, held=gate["open"])
+    app.show(app.Shown(gate, [state, found], gate["open"]), as_json=False)
 
 
 def _found(gate: dict[str, Any]) -> str:

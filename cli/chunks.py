@@ -11,18 +11,18 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
+from google.protobuf import json_format
 from typer import Argument, Option
 
 from kvstore.cli import app
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import ChunkCorruptError, InvalidFrameError, InvalidRequestError
+from kvstore.proto.types import Accuracy, ChunkKey
 
 if TYPE_CHECKING:  # keeps --help fast
     from kvstore.client.client import Client
     from kvstore.client.connection import Connection
     from kvstore.client.server_state import ChunkStat
-    from kvstore.proto import kvstore_pb2 as pb
-    from kvstore.proto.frame import FrameHeader
-    from kvstore.proto.types import ChunkKey
 
 T = TypeVar("T")
 
@@ -152,9 +152,6 @@ def fetch_namespaces(address: str, tenant: str = "") -> list[pb.KnownSpace]:
 
 
 def _read_model(path: Path) -> pb.Representation:
-    from google.protobuf import json_format
-
-    from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.messages import representation_from_message
 
     try:
@@ -165,22 +162,21 @@ def _read_model(path: Path) -> pb.Representation:
     return message
 
 
-def _model_as_dict(model: pb.Representation) -> dict[str, Any]:
-    """Return a model identity in the format of --model-representation."""
-    from google.protobuf import json_format
-
-    return json_format.MessageToDict(model, preserving_proto_field_name=True)
-
-
 @contextmanager
-def open_session(connection: Connection, model: pb.Representation) -> Iterator[int]:
-    """Open a session of *model*'s namespace; yield its id."""
-    fields: dict[str, Any] = {"representation": model, "client": "kvstore"}
-    session_id = app.rpc(connection, "OpenSession", DEADLINE_MS, **fields).session_id
-    try:
-        yield session_id
-    finally:
-        app.rpc(connection, "CloseSession", DEADLINE_MS, session_id=session_id)
+def open_session(
+    address: str, model: pb.Representation | None
+) -> Iterator[tuple[Connection, dict[str, Any]]]:
+    """Connect, and open a session of *model* if given; yield its id as a field of requests."""
+    with app.connected(address, DEADLINE_MS) as connection:
+        if model is None:
+            yield connection, {}
+            return
+        fields: dict[str, Any] = {"representation": model, "client": "kvstore"}
+        opened = app.rpc(connection, "OpenSession", DEADLINE_MS, **fields)
+        try:
+            yield connection, {"session_id": opened.session_id}
+        finally:
+            app.rpc(connection, "CloseSession", DEADLINE_MS, session_id=opened.session_id)
 
 
 def find(clients: Sequence[Client], digits: str) -> tuple[Client, ChunkKey] | None:
@@ -188,15 +184,12 @@ def find(clients: Sequence[Client], digits: str) -> tuple[Client, ChunkKey] | No
 
     Raises InvalidRequestError if several do.
     """
-    from kvstore.proto.keys import chunk_key
-    from kvstore.proto.types import ChainDigest
-
     begun = digits
     if len(digits) > DIGEST_DIGITS:
         namespace, begun = digits[:DIGEST_DIGITS], digits[DIGEST_DIGITS:]
         clients = [client for client in clients if client.namespace.hex() == namespace]
     found = {
-        chunk_key(client.namespace, ChainDigest(one.digest)): client
+        ChunkKey(client.namespace + one.digest): client
         for client in clients
         for one in list_chunks(client, begun, 2)
     }
@@ -226,7 +219,7 @@ def namespace_as_dict(space: pb.KnownSpace) -> dict[str, Any]:
         "revision": kind.model_revision,
         "client": space.client,
         "chunks": space.chunks,
-        "representation": _model_as_dict(kind),
+        "representation": json_format.MessageToDict(kind, preserving_proto_field_name=True),
     }
 
 
@@ -243,8 +236,7 @@ def ls(  # noqa: PLR0913 - each is an option
     limit: Annotated[int, app.number("Chunks of a page.", 1, MAX_LISTED)] = 100,
     after: Annotated[str, Option(metavar="HEX", help="Continue after this digest.")] = "",
     spaces: Annotated[bool, Option("--spaces", help="List the namespaces only.")] = False,
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """List chunks: their tiers, sizes, last use, hits and holders.
 
     Chunks are listed by namespace, in digest order, a page at a time. With --spaces an admin may
@@ -262,15 +254,13 @@ def ls(  # noqa: PLR0913 - each is an option
             )
             for one in found
         )  # fmt: skip
-        app.show(
-            {"address": address, "spaces": rows}, [app.Grid(headings, cells, wraps=3)], as_json
-        )
-        return
+        table = app.Grid(headings, cells, wraps=3)
+        return app.Shown({"address": address, "spaces": rows}, [table])
     begun = check_digits("prefix", prefix) if prefix else ""
     last = check_digits("after", after) if after else ""
     with Selection(address, namespace, model, tenant).clients() as clients:
         pages = list(_pages(clients, begun, last, limit))
-        app.show({"address": address, "spaces": pages}, _page_text(pages), as_json)
+    return app.Shown({"address": address, "spaces": pages}, _page_text(pages))
 
 
 def _pages(
@@ -336,13 +326,11 @@ def stat(
     namespace: Namespace = "",
     model: ModelFile = None,
     tenant: Tenant = "",
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Show a chunk's metadata, and verify its bytes.
 
     Exits with 1 if it is not found, or is damaged; the server then drops it.
     """
-    from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.messages import as_message
 
     digits = check_digits("key", name)
@@ -352,25 +340,22 @@ def stat(
         if not found or not known:
             app.fail(f"{name}: no such chunk", app.EXIT_NOT_HELD)
         client, key = found
-        header, damage = _verified(client, key)
+        header, damage = None, "not read in time"
+        try:
+            if frame := client.frame(key, accuracy=Accuracy.approximate):
+                header, damage = frame[0], ""
+        except (ChunkCorruptError, InvalidFrameError) as error:
+            damage = str(error)
         data = {"key": key.hex()} | app.as_dict(known[0])
         data |= {"verified": header is not None, "damage": damage or None}
         if header is not None:
             data |= {"position": header.position, "prefill_flops": header.prefill_flops}
             data["content"] = header.content.hex()
-        data["representation"] = _model_as_dict(as_message(pb.Representation, client.model))
-        app.show(data, _stat_text(data), as_json, held=header is not None)
-
-
-def _verified(client: Client, key: ChunkKey) -> tuple[FrameHeader | None, str]:
-    """Return the header of a chunk's frame, fully verified, or the damage."""
-    from kvstore.proto.types import Accuracy
-
-    try:
-        frame = client.frame(key, accuracy=Accuracy.approximate)
-    except (ChunkCorruptError, InvalidFrameError) as error:
-        return None, str(error)
-    return (frame[0], "") if frame is not None else (None, "not read in time")
+        model_message = as_message(pb.Representation, client.model)
+        data["representation"] = json_format.MessageToDict(
+            model_message, preserving_proto_field_name=True
+        )
+    return app.Shown(data, _stat_text(data), held=header is not None)
 
 
 def _stat_text(chunk: dict[str, Any]) -> Iterator[str | app.Grid]:
@@ -409,22 +394,29 @@ def _stat_text(chunk: dict[str, Any]) -> Iterator[str | app.Grid]:
 
 
 @app.command("pin", exits="0 1 2 3", example="3fa95c --for 2h", section="Change")
-def pin(  # noqa: PLR0913 - each is an option
+def pin(
     address: str,
     keys: Keys = None,
     prefix: Prefix = "",
     namespace: Namespace = "",
     tenant: Tenant = "",
     duration: Annotated[str, Option("--for", metavar="TIME", help="30s, 2h; at most 24h.")] = "1h",
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Protect chunks from eviction for a time; exits with 1 unless all are stored.
 
     The server limits pins, and drops them when it stops.
     """
-    ttl_s = _parse_pin_s(duration)
+    from kvstore.server.settings.rules import parse_ttl
+
+    try:
+        ttl_s = parse_ttl(duration)
+    except ValueError:
+        ttl_s = 0
+    if not 0 < ttl_s <= MAX_PIN_S:
+        fix = "give a time such as 30s, 10min or 2h; at most 24h"
+        raise InvalidRequestError("for", duration, fix)
     selection = Selection(address, namespace, tenant=tenant)
-    _keep(selection, keys or [], prefix, lambda c, some: c.pin(keys=some, ttl=ttl_s), as_json)
+    return _keep(selection, keys or [], prefix, lambda c, some: c.pin(keys=some, ttl=ttl_s))
 
 
 @app.command("unpin", exits="0 1 2 3", example="--prefix 3fa9", section="Change")
@@ -434,23 +426,10 @@ def unpin(
     prefix: Prefix = "",
     namespace: Namespace = "",
     tenant: Tenant = "",
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """End the pins of chunks; exits with 1 unless all had one."""
     selection = Selection(address, namespace, tenant=tenant)
-    _keep(selection, keys or [], prefix, lambda client, some: client.unpin(keys=some), as_json)
-
-
-def _parse_pin_s(text: str) -> int:
-    from kvstore.server.settings.rules import parse_ttl
-
-    try:
-        found = parse_ttl(text)
-    except ValueError:
-        found = 0
-    if not 0 < found <= MAX_PIN_S:
-        raise InvalidRequestError("for", text, "give a time such as 30s, 10min or 2h; at most 24h")
-    return found
+    return _keep(selection, keys or [], prefix, lambda c, some: c.unpin(keys=some))
 
 
 def _keep(
@@ -458,17 +437,12 @@ def _keep(
     names: Sequence[str],
     prefix: str,
     work: Callable[[Client, Sequence[ChunkKey]], int],
-    as_json: bool,
-) -> None:
+) -> app.Shown:
     """Run *work* on the chunks called *names*, or those whose digests begin with *prefix*."""
-    from kvstore.proto.keys import chunk_key
-    from kvstore.proto.types import ChainDigest
-
     if bool(names) == bool(prefix):
         raise InvalidRequestError("keys", len(names), "give keys, or --prefix")
     named = [check_digits("key", name) for name in names]
     begun = check_digits("prefix", prefix) if prefix else ""
-    count = done = 0
     with selection.clients() as clients:
         found = filter(None, (find(clients, digits) for digits in named))
         chosen = [(client, [key]) for client, key in found]
@@ -477,14 +451,11 @@ def _keep(
             if len(chunks) > MAX_PREFIX_CHUNKS:
                 fix = f"matches over {MAX_PREFIX_CHUNKS} chunks; give more digits"
                 raise InvalidRequestError("prefix", prefix, fix)
-            space = client.namespace
-            chosen.append((client, [chunk_key(space, ChainDigest(one.digest)) for one in chunks]))
-        for client, keys in chosen:
-            count += len(keys)
-            done += work(client, keys)
-    count = max(count, len(names))
+            chosen.append((client, [ChunkKey(client.namespace + one.digest) for one in chunks]))
+        done = sum(work(client, keys) for client, keys in chosen)
+    count = len(names) or sum(len(keys) for _, keys in chosen)
     text = f"{done} of {count} chunks"
-    app.show({"done": done, "named": count}, [text], as_json, held=done >= count > 0)
+    return app.Shown({"done": done, "named": count}, [text], held=done >= count > 0)
 
 
 # --- clear
@@ -500,8 +471,7 @@ def clear(  # noqa: PLR0913 - each is an option
     everything: Annotated[bool, Option("--all", help="Chunks of all tenants (admins).")] = False,
     yes: app.Yes = False,
     dry_run: Annotated[bool, Option("--dry-run", help="Only count what would be deleted.")] = False,
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Delete the chunks of a namespace, a tenant, a tier or all, except those in use or pinned.
 
     --tier alone deletes your tenant's copies on it; another --tenant is for admins. Prompts for
@@ -525,22 +495,21 @@ def clear(  # noqa: PLR0913 - each is an option
         would = _cleared_text(_run_clear(selection, fields, dry_run=True))
         app.confirm(f"{would}: {scope}{f' on {tier}' if tier else ''}. Continue?")
     data = _run_clear(selection, fields, dry_run=dry_run)
-    app.show(data, [_cleared_text(data)], as_json)
+    return app.Shown(data, [_cleared_text(data)])
 
 
 def _run_clear(selection: Selection, scope: dict[str, str], *, dry_run: bool) -> dict[str, Any]:
     """Clear *scope*; return how many chunks were, or would be, deleted, and how many are in use."""
     deleted = deleted_bytes = 0
     fields: dict[str, Any] = {**scope, "dry_run": dry_run, "deadline_ms": DEADLINE_MS}
-    with ExitStack() as stack:
-        is_narrow = selection.namespace or selection.model
-        model = selection.only(selection.models()) if is_narrow else None
-        connection = stack.enter_context(app.connected(selection.address, DEADLINE_MS))
-        if model is not None:
-            fields["session_id"] = stack.enter_context(open_session(connection, model))
-        report = stack.enter_context(app.progress("clearing"))
+    is_narrow = selection.namespace or selection.model
+    model = selection.only(selection.models()) if is_narrow else None
+    with (
+        open_session(selection.address, model) as (connection, session),
+        app.progress("clearing") as report,
+    ):
         while True:
-            reply = app.rpc(connection, "Clear", 2 * DEADLINE_MS, **fields)
+            reply = app.rpc(connection, "Clear", 2 * DEADLINE_MS, **fields, **session)
             deleted += reply.deleted
             deleted_bytes += reply.deleted_bytes
             report(deleted, deleted + reply.left)

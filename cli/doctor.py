@@ -19,11 +19,11 @@ import typer
 from kvstore.cli import app
 from kvstore.cli.chunks import fetch_namespaces
 from kvstore.cli.server import directory_line, fetch_status
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import KVStoreError
 
 if TYPE_CHECKING:  # keeps --help fast
     from kvstore.client.server_state import ServerStatus
-    from kvstore.proto import kvstore_pb2 as pb
     from kvstore.server.settings.settings import Settings
     from kvstore.tiers.redis_client import RedisClient
     from kvstore.tiers.redis_connection import Command
@@ -75,7 +75,7 @@ def judged(is_bad: bool, check: str, saw: str, fix: str, state: State = "warn") 
 
 
 @app.command("doctor", exits="0 1 2 3", example="--tiers cpu,disk", section="Look", as_server=True)
-def doctor(address: str, context: typer.Context, as_json: app.AsJson = False) -> None:
+def doctor(address: str, context: typer.Context) -> app.Shown:
     """Check this machine, and the server if it runs; takes kvstore-server's flags, too.
 
     Pass the flags or the --config of that server. Exits with 1 if a check fails.
@@ -88,7 +88,7 @@ def doctor(address: str, context: typer.Context, as_json: app.AsJson = False) ->
     rows = list(map(asdict, found))
     failed = any(one.state == "fail" for one in found)
     table = app.Grid(("check", "state", "finding", "fix"), (row.values() for row in rows), wraps=2)
-    app.show({"checks": rows, "failed": failed}, [table], as_json, held=not failed)
+    return app.Shown({"checks": rows, "failed": failed}, [table], held=not failed)
 
 
 # --- the machine
@@ -117,6 +117,7 @@ def check_limits(config: Settings) -> Iterator[Finding]:
 def check_disk(config: Settings) -> Iterator[Finding]:
     """Check the file system, free space and speed of each folder of the disk tier."""
     from kvstore.server.settings.values import format_size
+    from kvstore.tiers.disk_io import free_bytes
 
     if "disk" not in config.tiers:
         return
@@ -131,10 +132,8 @@ def check_disk(config: Settings) -> Iterator[Finding]:
         if not os.access(place, os.W_OK):
             yield Finding(name, "fail", "not writable", "give the server's user write access")
             continue
-        disk = os.statvfs(place)
         files = (path for path in folder.path.rglob("*") if path.is_file())
-        own = sum(path.stat().st_blocks * 512 for path in files)
-        free = disk.f_bavail * disk.f_frsize + own
+        free = free_bytes(place) + sum(path.stat().st_blocks * 512 for path in files)
         if free < folder.capacity_bytes:
             fix = f"give at most {format_size(free >> 20 << 20)}, or free space"
             yield Finding(name, "fail", f"{_size(free)} free", fix)
@@ -147,30 +146,26 @@ def check_disk(config: Settings) -> Iterator[Finding]:
 
 def file_system_of(path: Path) -> str:
     """Return the type of the file system of *path*."""
-    found, kind = "", "unknown"
-    real = os.path.realpath(path)
+    found, kind, real = "", "unknown", path.resolve()
     for line in Path("/proc/self/mounts").read_text().splitlines():
         _, where, name, *_ = line.split()
-        inside = where == "/" or real == where or real.startswith(where + "/")
-        if inside and len(where) >= len(found):
+        if real.is_relative_to(where) and len(where) >= len(found):
             found, kind = where, name
     return kind
 
 
 def disk_bytes_per_s(folder: Path) -> float:
     """Write and sync ``PROBE_BYTES`` in *folder*, remove them, and return the rate."""
-    path = folder / f".kvstore-doctor-{os.urandom(16).hex()}"
+    from tempfile import NamedTemporaryFile
+
     data = os.urandom(1 << 20)
-    try:
-        with path.open("wb") as file:
-            started = time.perf_counter()
-            for _ in range(PROBE_BYTES // len(data)):
-                file.write(data)
-            file.flush()
-            os.fdatasync(file.fileno())
-            return PROBE_BYTES / (time.perf_counter() - started)
-    finally:
-        path.unlink(missing_ok=True)
+    with NamedTemporaryFile(dir=folder, prefix=".kvstore-doctor-") as file:
+        started = time.perf_counter()
+        for _ in range(PROBE_BYTES // len(data)):
+            file.write(data)
+        file.flush()
+        os.fdatasync(file.fileno())
+        return PROBE_BYTES / (time.perf_counter() - started)
 
 
 def check_revocations(config: Settings) -> Iterator[Finding]:
@@ -352,8 +347,7 @@ def _clock(link: RedisClient, wall_clock: Callable[[], float]) -> Finding:
     skew_s = (before_s + after_s) / 2 - (seconds + micros / 1e6)
     is_off = abs(skew_s) - (after_s - before_s) / 2 > MAX_SKEW_S
     fix = "sync both machines by NTP: tokens and certificates expire by the clock"
-    where = "ahead of" if skew_s > 0 else "behind"
-    saw = f"{abs(skew_s):.1f} s {where} that of Redis"
+    saw = f"{abs(skew_s):.1f} s {'ahead of' if skew_s > 0 else 'behind'} that of Redis"
     return judged(is_off, "clock", saw, fix)
 
 

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
 from typer import Option
 
 from kvstore.cli import app, chunks
+from kvstore.cli.calibrate import gate_as_dict, gate_line
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
-
-if TYPE_CHECKING:  # keeps --help fast
-    from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.types import Accuracy
 
 _BOTH = f"{chunks.DIGEST_DIGITS} of a digest, {chunks.KEY_DIGITS} of a key"
 
@@ -31,8 +30,7 @@ def explain(  # noqa: PLR0913 - each is an option
         list[str] | None, Option(metavar="HEX", help="Cache salt or image hash.")
     ] = None,
     recent: Annotated[int, app.number("The last N misses, and the engines' counts.", 0)] = 0,
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Explain why a prompt's chunks are hits or misses, or the latest misses.
 
     Without --model-representation it works on the server's host only.
@@ -48,7 +46,7 @@ def explain(  # noqa: PLR0913 - each is an option
     else:
         reply = _explained(selection, *_digests_named(selection, keys or []))
     found = _as_dict(address, reply)
-    app.show(found, _text(found), as_json)
+    return app.Shown(found, _text(found))
 
 
 # --- request
@@ -114,20 +112,16 @@ def _explained(
     selection: chunks.Selection, space: bytes, digests: Sequence[bytes]
 ) -> pb.ExplainResponse:
     """Merge the replies of several requests for a long prompt: each covers only its own gap."""
-    from kvstore.proto import kvstore_pb2 as pb
     from kvstore.proto.messages import MAX_EXPLAINED
 
     if selection.model is None and not space:
         fix = "give --namespace or --model-representation, or keys of 64 digits"
         raise InvalidRequestError("namespace", None, fix)
-    model = None if selection.model is None else selection.only(selection.models())
+    model = None if selection.model is None else selection.models()[0]
     whole = pb.ExplainResponse()
     gap: int | None = None
-    with ExitStack() as stack:
-        connection = stack.enter_context(app.connected(selection.address, chunks.DEADLINE_MS))
-        terms: dict[str, Any] = {"key_namespace": space}
-        if model is not None:
-            terms = {"session_id": stack.enter_context(chunks.open_session(connection, model))}
+    with chunks.open_session(selection.address, model) as (connection, session):
+        terms = session or {"key_namespace": space}
         for first in range(0, len(digests), MAX_EXPLAINED):
             some = b"".join(digests[first : first + MAX_EXPLAINED])
             reply = app.rpc(connection, "Explain", chunks.DEADLINE_MS, digests=some, **terms)
@@ -149,9 +143,7 @@ def _explained(
 
 
 def _as_dict(address: str, reply: pb.ExplainResponse) -> dict[str, Any]:
-    from kvstore.cli.calibrate import gate_as_dict
     from kvstore.proto.messages import REFUSED
-    from kvstore.proto.types import Accuracy
 
     found: dict[str, Any] = {"address": address, "left_out": reply.left_out}
     if reply.chunks:
@@ -181,8 +173,6 @@ def _text(found: dict[str, Any]) -> Iterator[str | app.Grid]:
 
 
 def _recent_text(found: dict[str, Any]) -> Iterator[str | app.Grid]:
-    from kvstore.cli.calibrate import gate_line
-
     misses = [
         (
             f"{miss['ago_s']:.0f} s", miss["client"], miss["model_id"],

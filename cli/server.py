@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import shutil
+import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -12,8 +14,10 @@ import typer
 from typer import Option
 
 from kvstore.cli import app
+from kvstore.cli.calibrate import gate_line
 from kvstore.cli.chunks import Namespace, Selection
-from kvstore.proto.errors import PermissionDeniedError, printable
+from kvstore.proto import kvstore_pb2 as pb
+from kvstore.proto.errors import PermissionDeniedError
 
 if TYPE_CHECKING:  # keeps --help fast
     from kvstore.client.connection import Connection
@@ -26,6 +30,7 @@ FAULTS = (
     "unreadable_chunks",
 )  # fmt: skip
 """Counters of errors and full limits, as on the dashboard."""
+CLEAR = "\x1b[2J\x1b[H"
 MAX_DRAIN_S = 3600.0
 SCRUB_POLL_S = 0.5
 
@@ -55,11 +60,8 @@ def look_at(address: str, now: ServerStatus, before: ServerStatus | None = None)
         return now.counters.get(name, 0) - then.get(name, 0)
 
     named = counted("lookup_chunks")
-    found = {"address": address} | app.as_dict(now)
-    found |= {
-        "counted_s": seconds,
-        "hit_ratio": counted("lookup_ready_chunks") / named if named > 0 else None,
-    }
+    found: dict[str, Any] = {"address": address} | app.as_dict(now) | {"counted_s": seconds}
+    found["hit_ratio"] = counted("lookup_ready_chunks") / named if named > 0 else None
     for name in ("lookups", "get_bytes", "put_bytes", "evicted_chunks"):
         found[f"{name}_per_s"] = counted(name) / seconds if seconds > 0 else 0.0
     del found["boot_id"]
@@ -105,8 +107,6 @@ def status_text(found: dict[str, Any], everything: bool) -> Iterator[str | app.G
 
 
 def _details(found: dict[str, Any]) -> Iterator[str | app.Grid]:
-    from kvstore.cli.calibrate import gate_line
-
     tiers, size, limits = found["tiers"], app.readable_size, ("quota_bytes", "guaranteed_bytes")
     scales = sorted({scale for tier in tiers for scale in tier["what_if"]}, key=float)
     curves = (
@@ -161,7 +161,7 @@ def status(
         watch_status(address, every_s, everything, as_json)
     else:
         found = look_at(address, fetch_status(address))
-        app.show(found, status_text(found, everything), as_json)
+        app.show(app.Shown(found, status_text(found, everything)), as_json)
 
 
 def watch_status(
@@ -172,31 +172,25 @@ def watch_status(
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
     """Show the status until interrupted: in place on a terminal, else appended."""
-    from rich.console import Group
-    from rich.live import Live
-    from rich.text import Text
-
-    console, before = app.open_console(), None
-    with Live(console=console, auto_refresh=False) as live, suppress(KeyboardInterrupt):
+    before = None
+    with suppress(KeyboardInterrupt):
         while True:
             now = fetch_status(address)
             if not now.counters:
                 raise PermissionDeniedError(f"{address}: {HIDDEN}")
             found = look_at(address, now, before)
-            parts = status_text(found, everything)
+            lines = [*app.lines_of(status_text(found, everything)), ""]
             if as_json:
-                print(json.dumps(found), flush=True)
-            elif console.is_terminal:
-                texts = (Text(printable(p)) if isinstance(p, str) else p for p in parts)
-                live.update(Group(*texts), refresh=True)
-            else:
-                console.print(*parts, "", sep="\n")
+                lines = [json.dumps(found)]
+            elif sys.stdout.isatty():
+                lines = [CLEAR, *lines[: shutil.get_terminal_size().lines - 2]]
+            print(*lines, sep="\n", flush=True)
             before = now
             sleep(every_s)
 
 
 @app.command("ping", exits="0 1 2 3", section="Look", where=True)
-def ping(address: str, as_json: app.AsJson = False) -> None:
+def ping(address: str) -> app.Shown:
     """Check that a server is serving; exits with 1 if it drains or a tier is degraded."""
     with app.connected(address) as connection:
         app.rpc(connection, "Status")  # connects
@@ -207,26 +201,29 @@ def ping(address: str, as_json: app.AsJson = False) -> None:
     data = {"address": address, "state": reply.state, "degraded": degraded, "ms": took_ms}
     tiers = f", degraded: {', '.join(degraded)}" if degraded else ""
     text = f"{address}: {reply.state}{tiers}, {took_ms:.2f} ms"
-    app.show(data, [text], as_json, held=not degraded and reply.state == "serving")
+    return app.Shown(data, [text], held=not degraded and reply.state == "serving")
 
 
 @app.command("sessions", section="Look", where=True)
-def sessions(address: str, as_json: app.AsJson = False) -> None:
+def sessions(address: str) -> app.Shown:
     """List a server's sessions, with their clients and models; for admins."""
     reply = app.call(address, "Status", with_sessions=True)
     if not reply.counters:
         raise PermissionDeniedError(f"{address}: {HIDDEN}")
-    rows, cells = [], []
-    for one in reply.session_list:
-        row = app.as_dict(one)
-        rows.append(row | {"namespace": row.pop("key_namespace"), "model": row.pop("model_id")})
-        model = "another server" if one.is_peer else one.model_id
-        ages = map(app.readable_time, (one.open_s, one.idle_s))
-        space = one.key_namespace.hex()
-        cells.append((one.client or "-", one.tenant, one.owner, *ages, one.leases, space, model))
+    rows = app.as_dict(reply.session_list)
+    for row in rows:
+        row |= {"namespace": row.pop("key_namespace"), "model": row.pop("model_id")}
     headings = ("client", "tenant", "owner", "open", "idle", "leases", "namespace", "model")
-    text = app.Grid(headings, cells) if cells else "no sessions"
-    app.show({"address": address, "sessions": rows}, [text], as_json)
+    cells = (
+        (
+            row["client"] or "-", row["tenant"], row["owner"], app.readable_time(row["open_s"]),
+            app.readable_time(row["idle_s"]), row["leases"], row["namespace"],
+            "another server" if row["is_peer"] else row["model"],
+        )
+        for row in rows
+    )  # fmt: skip
+    text = app.Grid(headings, cells) if rows else "no sessions"
+    return app.Shown({"address": address, "sessions": rows}, [text])
 
 
 # --- events
@@ -275,7 +272,6 @@ def _events(address: str, namespace: str, follow: bool) -> Iterator[dict[str, An
 def _pages_of_all(connection: Connection) -> Iterator[EventPage]:
     """Yield pages of all namespaces: without a session, for admins."""
     from kvstore.client.server_state import CALL_MS, page_from_message
-    from kvstore.proto import kvstore_pb2 as pb
 
     request = pb.EventsRequest()
     while True:  # the server ends each call after some time
@@ -295,8 +291,7 @@ def scrub(
     address: str,
     tiers: Annotated[str, app.chosen("Tiers to verify, or the server's", app.TIER_NAMES)] = "",
     rate: Annotated[int, app.size("Bytes a second at most; 0: no limit.")] = 0,
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Verify all copies on a server's tiers once; exits with 1 if any is damaged."""
     names = [name.strip() for name in tiers.split(",") if name.strip()]
     with app.connected(address) as connection, app.progress("scrubbing") as report:
@@ -310,7 +305,7 @@ def scrub(
         f"{reply.checked_bytes / 2**20:.1f} MiB: {reply.damaged_chunks} damaged, "
         f"{reply.unread_chunks} not read"
     )
-    app.show(app.as_dict(reply), [text], as_json, held=not reply.damaged_chunks)
+    return app.Shown(app.as_dict(reply), [text], held=not reply.damaged_chunks)
 
 
 @app.command("drain", exits="0 1 2 3", example="--within 20", section="Change")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
@@ -13,6 +14,7 @@ from typer import Argument, Option
 
 from kvstore.cli import app
 from kvstore.proto.errors import InvalidRequestError
+from kvstore.proto.types import POLICIES, PutOutcome, policy_instead_of
 
 if TYPE_CHECKING:  # keeps --help fast
     from kvstore.cli.simulate import TraceWriter
@@ -23,6 +25,7 @@ MAX_RECORDING_S = 7 * 24 * 3600
 POLL_S = 0.25
 DEADLINE_MS = 20_000
 _BATCH_CHUNKS = 64
+_POLICIES = app.completes("all", *POLICIES)
 
 app.group("trace", "Measure", "Record anonymised access traces of a server, and replay them.")
 
@@ -102,8 +105,7 @@ def trace_replay(
     address: str,
     trace: Annotated[Path, Argument(help="JSONL, as simulate reads.")],
     chunk_bytes: Annotated[int, app.size("Size of each chunk.")] = 64 << 10,
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Replay a trace against a server, with synthetic chunks, and print its hits."""
     done = replay_trace(address, trace, chunk_bytes)
     rate = done.hit_blocks / done.blocks if done.blocks else 0.0
@@ -111,7 +113,7 @@ def trace_replay(
         f"{done.requests} requests in {done.spent_s:.1f} s: {done.hit_blocks} of {done.blocks}"
         f" blocks hit ({rate:.2%}), {done.stored} stored, {done.refused} refused"
     )
-    app.show(asdict(done) | {"block_hit_rate": rate}, [text], as_json)
+    return app.Shown(asdict(done) | {"block_hit_rate": rate}, [text])
 
 
 def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
@@ -121,7 +123,6 @@ def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
     """
     from kvstore.cli.bench import chunks_of, noise, synthetic_client, synthetic_model
     from kvstore.cli.simulate import make_blocks, read_trace
-    from kvstore.proto.types import PutOutcome
 
     model = synthetic_model(chunk_bytes, "trace-replay")
     trace = make_blocks(read_trace(path))
@@ -149,19 +150,13 @@ def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
 # --- simulate
 
 
-def _complete_policies(incomplete: str) -> list[str]:
-    from kvstore.proto.types import POLICIES
-
-    return app.completes("all", *POLICIES)(incomplete)
-
-
 @app.command(
     "simulate", exits="0 2", example="trace.jsonl --policy all --capacity 5%,10%", section="Measure"
 )
-def simulate(  # noqa: PLR0913 - each is an option
+def simulate(
     trace: Annotated[Path, Argument(help="JSONL: Mooncake's blocks or token segments.")],
     policy: Annotated[
-        str, Option(metavar="P[,P]", help="Policies, or all.", autocompletion=_complete_policies)
+        str, Option(metavar="P[,P]", help="Policies, or all.", autocompletion=_POLICIES)
     ] = "hit_density",
     capacity: Annotated[
         str, Option("--capacity", "--size", metavar="C[,C]", help="10GiB, or 5% of the trace.")
@@ -171,15 +166,18 @@ def simulate(  # noqa: PLR0913 - each is an option
     count_from: Annotated[
         Literal["start", "half"], Option("--from", help="Where counting of hits starts.")
     ] = "start",
-    as_json: app.AsJson = False,
-) -> None:
+) -> app.Shown:
     """Replay a trace on policies and capacities, and print the hits of each."""
     from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
 
+    names = list(POLICIES) if policy == "all" else policy.split(",")
+    for name in names:
+        if name not in POLICIES:
+            fix = policy_instead_of(name, (*POLICIES, "or all"))
+            raise InvalidRequestError("policy", name, fix)
     terms = [
         Terms(name, size, kv_bytes_per_token, count_from == "half")
-        for size in capacity.split(",")
-        for name in _names_of(policy)
+        for size, name in itertools.product(capacity.split(","), names)
     ]
     blocks = make_blocks(read_trace(trace), block_tokens)
     outcomes = [replay_blocks(blocks, one) for one in app.followed(terms, "replaying")]
@@ -195,17 +193,4 @@ def simulate(  # noqa: PLR0913 - each is an option
         for one in outcomes
     )  # fmt: skip
     rows = list(map(asdict, outcomes))
-    app.show(rows[0] if len(rows) == 1 else rows, [app.Grid(headings, cells)], as_json)
-
-
-def _names_of(policies: str) -> list[str]:
-    """Return the policies of a comma-separated list. Raises InvalidRequestError if unknown."""
-    from kvstore.proto.types import POLICIES, policy_instead_of
-
-    names = list(POLICIES) if policies == "all" else policies.split(",")
-    for name in names:
-        if name not in POLICIES:
-            raise InvalidRequestError(
-                "policy", name, policy_instead_of(name, (*POLICIES, "or all"))
-            )
-    return names
+    return app.Shown(rows[0] if len(rows) == 1 else rows, [app.Grid(headings, cells)])

@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import pairwise
+from itertools import chain, pairwise
 from numbers import Real
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -99,6 +99,15 @@ def twin(tensor: Any) -> Any:
     if tensor.layout is not torch.strided:
         raise LayoutMismatchError("layout", str(tensor.layout), "give dense tensors")
     return torch.empty((), dtype=tensor.dtype).expand(tensor.shape)
+
+
+def tensors_in(nested: Any) -> Iterator[Any]:
+    """Yield the tensors of lists and mappings; *nested* itself if it is neither."""
+    some = list(nested.values()) if isinstance(nested, Mapping) else nested
+    if isinstance(some, str) or not isinstance(some, Sequence):
+        yield some
+    else:
+        yield from chain.from_iterable(map(tensors_in, some))
 
 
 def place_of(tensor: Any) -> NDArray[Any]:

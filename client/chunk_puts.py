@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from operator import attrgetter
 from typing import Any
 
 import numpy as np
-from typing_extensions import override
 
 from kvstore.client.chunk import (
     Chunk,
@@ -34,12 +33,12 @@ from kvstore.client.server_link import (
     packed,
 )
 from kvstore.client.session import Session
-from kvstore.client.transports.base import Outgoing, Put, PutTerms, Transport, cut_header
+from kvstore.client.transports.base import Outgoing, Put, PutTerms, Transport
 from kvstore.codecs.base import check_parts
 from kvstore.codecs.block_part import BlockPart
 from kvstore.codecs.raw import RAW, raw_header
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
+from kvstore.proto.buffers import as_bytes, copy_bytes
 from kvstore.proto.errors import (
     DeadlineError,
     InvalidRequestError,
@@ -50,7 +49,6 @@ from kvstore.proto.frame import FrameTemplate, pack_header, raw_frame_bytes
 from kvstore.proto.plans import Hints
 from kvstore.proto.types import (
     END_KINDS,
-    Component,
     KVLayout,
     LayerGroup,
     LayerKind,
@@ -132,12 +130,10 @@ def put_by_layers(
 
 def _outgoing(session: Session, chunk: Chunk, shard: Shard | None) -> Outgoing:
     model = session.representation
-    if shard is None:
-        layout = layout_of(chunk, model)
-        return Outgoing(_template(session, chunk, layout), arrays_of(layout, chunk.tensors))
-    part = shard.in_chunk(model, layout_of(chunk, model, shard.layers))
-    arrays = arrays_of(part.layout, chunk.tensors)
-    return Outgoing(_template(session, chunk, part.whole), arrays, part)
+    layout = layout_of(chunk, model, None if shard is None else shard.layers)
+    part = None if shard is None else shard.in_chunk(model, layout)
+    arrays = arrays_of(layout if part is None else part.layout, chunk.tensors)
+    return Outgoing(_template(session, chunk, layout), arrays, part)
 
 
 def layout_of(chunk: Chunk, model: Model, layers: Span | None = None) -> KVLayout:
@@ -206,22 +202,6 @@ def _listed(tensors: Any) -> list[Any]:
         raise InvalidRequestError("tensors", type(tensors).__name__, fix) from None
 
 
-@dataclass(frozen=True, kw_only=True)
-class EncodedChunk(Outgoing):
-    """A chunk whose frame is encoded already, with checksums."""
-
-    frame: Bytes
-
-    @override
-    def encode(self, out: Bytes, flags: int = 0) -> None:
-        copy_bytes(out, self.frame)
-
-    @override
-    def pieces(self, allocate: Callable[[int], Bytes]) -> list[Bytes]:
-        """Return the frame as it is; *allocate* is not used."""
-        return cut_header(self.frame)
-
-
 class LayeredPut:
     """``with client.put_layers(tokens) as put``: give each layer once, in any order.
 
@@ -233,7 +213,7 @@ class LayeredPut:
         self,
         representation: Model,
         templates: Sequence[FrameTemplate],
-        store: Callable[[Sequence[EncodedChunk]], list[Put]],
+        store: Callable[[Sequence[Outgoing]], list[Put]],
         spans: Sequence[tuple[int, int]] | None = None,
     ) -> None:
         self.results: list[Put] = []
@@ -246,12 +226,9 @@ class LayeredPut:
         self._frames = [np.zeros(header.frame_bytes, np.uint8) for header in self._headers]
         self._segments = dict(layer_order(representation))
         self._missing = list(self._segments)
-        groups = representation.layer_groups
-        numbers = [number for number, group in enumerate(groups) for _ in group.layer_ids]
-        self._groups = [groups[number] for number in numbers]
-        self._components: list[list[Component]] = [
-            [one.layout.components[number] for one in templates] for number in numbers
-        ]
+        groups = enumerate(representation.layer_groups)
+        self._groups = [numbered for numbered in groups for _ in numbered[1].layer_ids]
+        """Number and layer group of each segment."""
         self._is_over = False
         self._process = FORKS.process
 
@@ -275,12 +252,13 @@ class LayeredPut:
             fix = "give each layer once" if known else f"the model has {sorted(self._segments)}"
             raise InvalidRequestError("layer_id", layer_id, fix)
         segment = self._segments[layer_id]
-        components = self._components[segment]
+        number, group = self._groups[segment]
+        components = [one.layout.components[number] for one in self._templates]
         chunks = list(map(to_host, _listed(tensors)))
         if self.spans is None:
             chunks = [_listed(parts) for parts in chunks]
         else:
-            chunks = self._cut(chunks, self._groups[segment])
+            chunks = self._cut(chunks, group)
         if len(chunks) != len(components):
             raise LayoutMismatchError("tensors", len(chunks), f"give {len(components)} chunks")
         layers = []
@@ -288,11 +266,10 @@ class LayeredPut:
             arrays = layer_arrays(parts, component.dtype)
             check_parts(component, arrays)
             layers.append(arrays)
-        for chunk, (header, arrays) in enumerate(zip(self._headers, layers, strict=True)):
-            row = header.segments[segment]
-            start = int(row["offset"])
-            out = self._frames[chunk][start : start + int(row["stored_bytes"])]
-            _, self._sums[chunk][segment] = RAW.encode_checked(arrays, components[chunk], out)
+        places = zip(self._headers, self._frames, self._sums, components, layers, strict=True)
+        for header, frame, sums, component, arrays in places:
+            out = header.segment(frame, segment)
+            _, sums[segment] = RAW.encode_checked(arrays, component, out)
         self._missing.remove(layer_id)
 
     def _cut(self, parts: Sequence[Any], group: LayerGroup) -> list[list[Any]]:
@@ -325,7 +302,7 @@ class LayeredPut:
         for template, sums, frame in zip(self._templates, self._sums, frames, strict=True):
             header = as_bytes(pack_header(raw_header(template, sums)))
             copy_bytes(frame[: len(header)], header)
-            found.append(EncodedChunk(template, (), frame=frame))
+            found.append(Outgoing(template, (), frame=frame))
         self.results = self._store(found)
         return self.results
 

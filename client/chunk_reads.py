@@ -134,9 +134,15 @@ def target_in(keys: Sequence[ChunkKey], out: Sequence[LayerTensors] | Target | N
         if len(out) < len(keys):
             raise InvalidRequestError("out", len(out), f"give {len(keys)} entries")
         out = given(out)
-    target = fresh if out is None else out
-    stopped = STOPPED.get()
-    return target if stopped is None else _stoppable(target, stopped)
+    target, stopped = fresh if out is None else out, STOPPED.get()
+    if stopped is None:
+        return target
+
+    def place(index: int, layout: KVLayout) -> Any:
+        check_not_stopped(stopped)
+        return target(index, layout)
+
+    return place
 
 
 STOPPED: ContextVar[threading.Event | None] = ContextVar("STOPPED", default=None)
@@ -147,14 +153,6 @@ def check_not_stopped(stopped: threading.Event | None) -> None:
     """Raise KVStoreError once the call is cancelled."""
     if stopped is not None and stopped.is_set():
         raise KVStoreError("the call was cancelled")
-
-
-def _stoppable(target: Target, stopped: threading.Event) -> Target:
-    def place(index: int, layout: KVLayout) -> Any:
-        check_not_stopped(stopped)
-        return target(index, layout)
-
-    return place
 
 
 def read_layers(

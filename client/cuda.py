@@ -25,11 +25,10 @@ from kvstore.client.chunk import DeviceChunk
 from kvstore.client.client import Client
 from kvstore.client.device_reads import DeviceReader, Reading, Registration, Run
 from kvstore.client.frames import Arrival, FrameAssembler
-from kvstore.client.server_link import LeftMs, digest_batches, packed
+from kvstore.client.server_link import LeftMs, batches, digest_batches, packed
 from kvstore.client.session import Session, SessionTerms
 from kvstore.client.transports.base import (
     Put,
-    PutTerms,
     ReadPlan,
     Transport,
     arrival_of,
@@ -145,29 +144,6 @@ class DeviceRing:
         return list(map(raw_header, bare, begun[0]()))
 
 
-def _put_batch(
-    transport: ShmTransport,
-    ring: DeviceRing,
-    chunks: Sequence[DeviceChunk],
-    written: Event,
-    terms: PutTerms,
-) -> list[Put]:
-    session = transport.session
-    headers = ring.headers(session.representation_digest, chunks, written)
-    event = ring.stream.record(shared=True)  # kept until the server has replied
-    request = pb.PutDeviceRequest(
-        session_id=session.terms.session_id,
-        headers=[pack_header(header) for header in headers],
-        offsets=[chunk.offset for chunk in chunks],
-        event=event.handle(),
-        deadline_ms=terms.within_ms,
-        hints=hints_to_message(terms.hints),
-    )
-    reply = transport.calls.call("PutDevice", request, terms.within_ms, pb.PutResponse)
-    del event
-    return read_outcomes(reply.outcomes, reply.reasons)
-
-
 class CudaTransport(ShmTransport):
     """Shared memory, and the device memory of the server's gpu tier.
 
@@ -202,10 +178,6 @@ class CudaTransport(ShmTransport):
         self.head_bytes = header_bytes(whole)
         """Header size of a raw frame of any number of tokens."""
 
-    def shares(self, device: torch.device) -> bool:
-        """Whether the server's gpu tier is on *device*."""
-        return self.arena is not None and self.arena.memory.device == device
-
     @contextmanager
     def get_on_device(
         self,
@@ -215,7 +187,7 @@ class CudaTransport(ShmTransport):
         least: Accuracy = Accuracy.exact,
     ) -> Iterator[Iterator[Run]]:
         """Enter to iterate frames as ``read`` does, those in memory in place."""
-        is_shared = self.shares(reader.ring.device)
+        is_shared = self.arena is not None and self.arena.memory.device == reader.ring.device
         via = pb.VIA_DEVICE if is_shared else pb.VIA_SHARED_MEMORY
         request = self.request(ReadPlan(digests, 0, deadline_ms, least), via)
         with self._mapped(), ExitStack() as stack:
@@ -349,11 +321,21 @@ class CudaClient(Client):
             reason = ring.register(transport)
             if reason:
                 return [Put(PutOutcome.refused, reason)] * len(chunks)
-            step = min(MAX_FRAMES, transport.session.terms.max_batch_chunks)
-            results: list[Put] = []
-            for start in range(0, len(chunks), step):
-                batch, terms = chunks[start : start + step], PutTerms(False, left_ms(), hints)
-                results += _put_batch(transport, ring, batch, written, terms)
+            session, results = transport.session, list[Put]()
+            for _, some in batches(chunks, min(MAX_FRAMES, session.terms.max_batch_chunks)):
+                deadline_ms = left_ms()
+                headers = ring.headers(session.representation_digest, some, written)
+                event = ring.stream.record(shared=True)  # kept until the server has replied
+                request = pb.PutDeviceRequest(
+                    session_id=session.terms.session_id,
+                    headers=map(pack_header, headers),
+                    offsets=[chunk.offset for chunk in some],
+                    event=event.handle(),
+                    deadline_ms=deadline_ms,
+                    hints=hints_to_message(hints),
+                )
+                reply = transport.calls.call("PutDevice", request, deadline_ms, pb.PutResponse)
+                results += read_outcomes(reply.outcomes, reply.reasons)
             return results
 
         return self._link.run(work) if chunks else []

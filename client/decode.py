@@ -298,11 +298,10 @@ class Reader:
         error = reading.errors.get(done, error)
         if error is None or isinstance(error, UnknownCodecError | TooLossyError):
             return found, None
-        if isinstance(error, WRONG) and found and done == count:  # a frame that was not requested
-            return found, None
         if isinstance(error, WRONG) and done < count:
             return found, wanted.keys[done]
-        if found and isinstance(error, TierUnavailableError):  # a file that cannot be read
+        # A frame that was not requested, or a file that cannot be read.
+        if found and isinstance(error, (*WRONG, TierUnavailableError)):
             return found, None
         raise error
 
@@ -359,12 +358,11 @@ class _Chunk:
         """Wait for a segment; None when it will not arrive."""
         start, stop = self.extents[segment]
         if self.layered is not None:
-            return self.layered.take(start)
-        try:
+            return self.layered.stream.take(self.layered.number, start)
+        with suppress(TierUnavailableError):  # a file that cannot be read
             data: Bytes = self.arrived.data[start:stop]
-        except TierUnavailableError:  # a file that cannot be read
-            return None
-        return data
+            return data
+        return None
 
     def decode(self, segment: int, data: Bytes) -> None:
         """Verify a segment and decode it into its target. Raises the errors in ``WRONG``."""
@@ -482,8 +480,10 @@ class LayerReader:
             raise LayoutMismatchError("layers", len(layers), fix)
         kept = kept_rows(header, self._skipped, arrived.index)
         layered = arrived.data if isinstance(arrived.data, LayeredFrame) else None
-        is_cut = layered is not None and layered.stream.is_cut
-        extents = _extents(header, kept if is_cut else None)
+        starts, sizes = header.segments["offset"].tolist(), header.segments["stored_bytes"].tolist()
+        if kept is not None and layered is not None and layered.stream.is_cut:
+            sizes = [cut_bytes(header, index, kept) for index in range(len(starts))]
+        extents = [(start, start + size) for start, size in zip(starts, sizes, strict=True)]
         self._chunks.append(_Chunk(arrived, header, codec, layers, extents, kept, layered))
         return True
 
@@ -518,10 +518,3 @@ class LayerReader:
             for chunk in self._chunks[number:]:
                 if chunk.layered is not None:
                     chunk.layered.stream.drop(chunk.layered.number)
-
-
-def _extents(header: FrameHeader, cut_to: Rows | None) -> list[tuple[int, int]]:
-    starts, sizes = header.segments["offset"].tolist(), header.segments["stored_bytes"].tolist()
-    if cut_to is not None:
-        sizes = [cut_bytes(header, index, cut_to) for index in range(len(starts))]
-    return [(start, start + size) for start, size in zip(starts, sizes, strict=True)]

@@ -58,15 +58,12 @@ class Arrival:
 # --- in a file
 
 
+@dataclass(slots=True, eq=False)
 class OpenFile:
     """A descriptor, closed with the last frame that reads from it."""
 
-    __slots__ = ("descriptor", "size_bytes")
-
-    def __init__(self, descriptor: int, size_bytes: int) -> None:
-        """Own *descriptor*."""
-        self.descriptor = descriptor
-        self.size_bytes = size_bytes
+    descriptor: int
+    size_bytes: int
 
     def __del__(self) -> None:
         os.close(self.descriptor)
@@ -103,11 +100,6 @@ class FileFrame:
             self._head = self._bytes(0, min(HEAD_BYTES, self._size_bytes))
         return self._head[start:stop]
 
-    def _bytes(self, start: int, stop: int) -> Bytes:
-        out = np.empty(max(0, stop - start), np.uint8)
-        self._read(start, out)
-        return out
-
     def decode_into(self, header: FrameHeader, out: AnyTensors) -> None:
         """Read a raw frame's layers into *out*, each checked while it is in cache.
 
@@ -122,7 +114,8 @@ class FileFrame:
         else:
             pieces[0].check(header, sums)
 
-    def _read(self, start: int, out: Bytes) -> None:
+    def _bytes(self, start: int, stop: int) -> Bytes:
+        out = np.empty(max(0, stop - start), np.uint8)
         at, done = self._offset + start, 0
         try:
             while done < len(out):
@@ -132,6 +125,7 @@ class FileFrame:
                 done += more
         except OSError as error:
             raise TierUnavailableError("disk", f"its file cannot be read: {error}") from None
+        return out
 
 
 # --- in parts
@@ -233,15 +227,12 @@ class DirectFrame:
                 break
             self._next += 1
             if run.ends:
-                self._end_segment(run.segment)
+                try:
+                    check_segment(self.header, run.segment, self._digest.intdigest())
+                except ChunkCorruptError as error:
+                    self._failure = error
+                self._digest.reset()
         payload.skip(end - at)
-
-    def _end_segment(self, segment: int) -> None:
-        try:
-            check_segment(self.header, segment, self._digest.intdigest())
-        except ChunkCorruptError as error:
-            self._failure = error
-        self._digest = xxh3_64()
 
     def check(self) -> None:
         """Raise ChunkCorruptError unless all wanted bytes arrived and are right."""
@@ -356,24 +347,20 @@ class FrameAssembler:
 # --- layer by layer
 
 
+@dataclass(frozen=True, slots=True, eq=False)
 class LayeredFrame:
     """A frame with its header, not verified yet; its segments arrive through *stream*."""
 
-    def __init__(self, stream: LayerStream, number: int, header: Bytes, frame_bytes: int) -> None:
-        self.stream = stream
-        self.number = number
-        self._header = header
-        self._frame_bytes = frame_bytes
+    stream: LayerStream
+    number: int
+    header: Bytes
+    frame_bytes: int
 
     def __len__(self) -> int:
-        return self._frame_bytes
+        return self.frame_bytes
 
     def __getitem__(self, piece: slice) -> Bytes:
-        return self._header[piece]
-
-    def take(self, start: int) -> Bytes | None:
-        """Wait for the segment at *start*; None when it will not arrive."""
-        return self.stream.take(self.number, start)
+        return self.header[piece]
 
 
 class Range(NamedTuple):

@@ -21,6 +21,7 @@ from kvstore.client.chunk import (
     host_tensor,
     is_on_device,
     parents,
+    tensors_in,
     twin,
 )
 from kvstore.client.decode import Layer
@@ -80,7 +81,7 @@ class StagedKV:
         if isinstance(kv, Blocks):
             self.tokens, far = kv.tokens, kv.cache.far
         else:
-            tensors: list[Any] = _tensors(kv)
+            tensors = list(tensors_in(kv))
             if not all(map(is_on_device, tensors)):
                 fix = "give CUDA tensors only, or none"
                 raise LayoutMismatchError(name, "a tensor on the host", fix)
@@ -226,7 +227,7 @@ def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -
             raise LayoutMismatchError(name, kv.cache.model.model_id, "give a cache of this Model")
         staged = bool(kv.cache.far)
     else:
-        staged = any(map(is_on_device, _tensors(kv)))
+        staged = any(map(is_on_device, tensors_in(kv)))
     if staged:
         found = StagedKV(name, kv, model, prompt, is_target=is_target)
     elif isinstance(kv, Blocks):
@@ -239,15 +240,8 @@ def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -
     if is_target and not found.is_writable:
         raise InvalidRequestError(name, "read-only", "give writable memory")
     if is_target and not isinstance(kv, Blocks):  # a PagedCache has checked its pages
-        check_apart(name, _tensors(kv))
+        check_apart(name, tensors_in(kv))
     return found
-
-
-def _tensors(kv: Any) -> list[TensorLike]:
-    if isinstance(kv, Mapping):
-        lists = (parts if isinstance(parts, Sequence) else [parts] for parts in kv.values())
-        return [part for parts in lists for part in parts]
-    return [kv] if hasattr(kv, "shape") else list(kv) if isinstance(kv, Sequence) else []
 
 
 def _groups(name: str, kv: Any, model: Model) -> list[list[list[Part]]]:

@@ -15,6 +15,7 @@ from kvstore.client.chunk import (
     check_apart,
     group_array,
     is_on_device,
+    tensors_in,
     twin,
 )
 from kvstore.codecs.base import Part
@@ -82,7 +83,7 @@ class PagedCache:
             raise _mismatch(self.axes, "leave kv out if K and V are separate tensors")
         self.far: list[list[Any]] = []
         """The tensors of each layer of CUDA pages, by ``axes``; ``groups`` has their shapes."""
-        everything = [list(_tensors_of(entry)) for entry in layers]
+        everything = [list(tensors_in(entry)) for entry in layers]
         on_device = [is_on_device(one) for some in everything for one in some]
         if any(on_device):
             if not all(on_device):
@@ -104,8 +105,7 @@ class PagedCache:
         self.is_writable = all(part.flags.writeable for part in every)
         """Whether all pages may be written to."""
         if self.is_writable:
-            given: Any = [pages] if "layer" in order else pages
-            check_apart("pages", [t for one in given for t in _tensors_of(one)])
+            check_apart("pages", tensors_in(pages))
 
     def __getitem__(self, block_ids: Sequence[int]) -> Blocks:
         """Return the KV of a request. Raises InvalidRequestError for unknown or repeated ids."""
@@ -177,7 +177,7 @@ def _parts(
 ) -> list[Part]:
     """Return the pages of each part of one layer, (blocks, kv_heads, block_tokens, head_dim)."""
     arrays = []
-    for tensor in _tensors_of(entry):
+    for tensor in tensors_in(entry):
         _check_rank(tensor, axes)
         array = group_array("pages", tensor, group)
         arrays.append(array.view(f"u{array.dtype.itemsize}"))
@@ -187,10 +187,6 @@ def _parts(
     if len(arrays) != group.parts:
         raise LayoutMismatchError("kv", len(arrays), f"give {group.parts} parts a layer")
     return [_ordered(array, axes, group) for array in arrays]
-
-
-def _tensors_of(entry: TensorLike | Sequence[TensorLike]) -> Sequence[TensorLike]:
-    return entry if isinstance(entry, Sequence) else [entry]
 
 
 def _check_rank(tensor: TensorLike, axes: tuple[str, ...]) -> None:

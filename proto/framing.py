@@ -214,7 +214,7 @@ def connect_wire(
 
 
 _CERTIFICATE_NAME = "kvstore peer"
-_SINCE = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+_SINCE = datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)
 _UNTIL = datetime.datetime(9999, 12, 31, tzinfo=datetime.UTC)
 """The certificate ends with the process; its dates must not depend on the hosts' clocks."""
 

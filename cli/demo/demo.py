@@ -11,17 +11,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import Annotated, Any
 
-import typer
 from typer import Option
 
-from kvstore.cli.app import EXIT_NOT_HELD, Grid, command, fail, number, open_console
+from kvstore.cli.app import EXIT_NOT_HELD, Grid, Shown, command, fail, number, progress, show
 from kvstore.cli.calibrate import check_extras
-from kvstore.proto.errors import InvalidRequestError, KVStoreError
-
-if TYPE_CHECKING:  # keeps --help fast
-    from rich.console import Console
+from kvstore.proto.errors import InvalidRequestError, KVStoreError, printable
 
 MODEL = Path(__file__).with_name("tinylm")
 ENGINE_S = 300.0
@@ -55,17 +51,18 @@ def demo(
     started = time.monotonic()
     folder = model or MODEL
     check_model(folder, tokens)
-    console = open_console()
-    console.print(f"model: {folder}")
+    _say(f"model: {folder}")
     with _signals_exit(), tempfile.TemporaryDirectory(prefix="kvstore-demo-") as scratch:
-        reports = _play(console, Path(scratch), [str(folder), str(tokens)])
+        reports = _play(Path(scratch), [str(folder), str(tokens)])
     figures = judge(reports, time.monotonic() - started)
-    _show(console, figures)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)
         json_file.write_text(json.dumps(figures, indent=2) + "\n")
-    if figures["problems"]:
-        raise typer.Exit(EXIT_NOT_HELD)
+    show(Shown(figures, _text(figures), held=not figures["problems"]), as_json=False)
+
+
+def _say(text: str) -> None:
+    print(printable(text), flush=True)
 
 
 def check_model(folder: Path, prompt_tokens: int) -> None:
@@ -201,43 +198,43 @@ def _signals_exit() -> Iterator[None]:
             signal.signal(one, handler)
 
 
-def _play(console: Console, scratch: Path, arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
+def _play(scratch: Path, arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
     reports = {}
     with ServerChild(scratch) as server:
 
         def run_engine(role: str) -> None:
             command = [*_MODULE, "kvstore.cli.demo.engine", role, server.address, *arguments]
             # torch leaves temporary files
-            reports[role] = _engine(console, role, ["env", f"TMPDIR={scratch}", *command])
+            reports[role] = _engine(role, ["env", f"TMPDIR={scratch}", *command])
 
-        console.print(f"1. {server.greeting}")
-        console.print("2. one engine process computes the prompt and stores it ...")
+        _say(f"1. {server.greeting}")
+        _say("2. one engine process computes the prompt and stores it ...")
         run_engine("first")
-        console.print("3. another loads it, and times its first token both ways ...")
+        _say("3. another loads it, and times its first token both ways ...")
         run_engine("second")
         server.kill()
         server.start()
-        console.print(f"4. kill -9, started again: {server.greeting}")
-        console.print("5. a third engine process loads it from disk ...")
+        _say(f"4. kill -9, started again: {server.greeting}")
+        _say("5. a third engine process loads it from disk ...")
         run_engine("restarted")
     return reports
 
 
-def _engine(console: Console, role: str, command: Sequence[str]) -> dict[str, Any]:
-    with console.status(f"engine process: {role}"):
-        try:
+def _engine(role: str, command: Sequence[str]) -> dict[str, Any]:
+    try:
+        with progress(f"engine process: {role}"):
             done = subprocess.run(  # noqa: S603 - our own interpreter and module
                 command, capture_output=True, text=True, timeout=ENGINE_S, check=False
             )
-        except subprocess.TimeoutExpired:
-            fail(f"the {role} engine process took over {ENGINE_S:.0f} s", EXIT_NOT_HELD)
+    except subprocess.TimeoutExpired:
+        fail(f"the {role} engine process took over {ENGINE_S:.0f} s", EXIT_NOT_HELD)
     if done.returncode:
         fail(f"the {role} engine process failed: {_last_words(done.stderr)}", EXIT_NOT_HELD)
     report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return report
 
 
-def _show(console: Console, figures: Mapping[str, Any]) -> None:
+def _text(figures: Mapping[str, Any]) -> Iterator[str | Grid]:
     times = [figures[f"ttft_{way}_ms"] for way in ("without", "with", "from_disk")]
     tiers = [figures[f"hit_tokens_by_tier{when}"] for when in ("", "_after_kill")]
     hits = [", ".join(f"{n} from {tier}" for tier, n in one.items()) or "0" for one in tiers]
@@ -247,11 +244,10 @@ def _show(console: Console, figures: Mapping[str, Any]) -> None:
         (f"tokens not computed, of {figures['prompt_tokens']}", "0", *hits),
         (f"{figures['new_tokens']} generated tokens", "the reference", same, same),
     ]
-    console.print(Grid(("", "without the store", "with it", "from disk after kill -9"), rows))
-    console.print(
+    yield Grid(("", "without the store", "with it", "from disk after kill -9"), rows)
+    yield (
         f"with the store the first token takes {figures['ttft_ratio']:.2f} of the time (load"
         f" {figures['load_ms']:.1f} ms; {len(figures['samples_with_ms'])} times each, medians);"
         f" the demo took {figures['duration_s']:.0f} s"
     )
-    for problem in figures["problems"]:
-        console.print(f"FAILED: {problem}")
+    yield from (f"FAILED: {problem}" for problem in figures["problems"])

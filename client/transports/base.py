@@ -19,7 +19,7 @@ from kvstore.codecs.base import AnyTensors
 from kvstore.codecs.raw import RAW
 from kvstore.codecs.slices import encode_shard, shard_frame_bytes
 from kvstore.proto import kvstore_pb2 as pb
-from kvstore.proto.buffers import Bytes, as_bytes
+from kvstore.proto.buffers import Bytes, as_bytes, copy_bytes
 from kvstore.proto.errors import DeadlineError, InvalidRequestError, KVStoreError
 from kvstore.proto.frame import FrameTemplate, raw_frame_bytes, stated_header_bytes
 from kvstore.proto.messages import accuracy_number, hints_to_message
@@ -97,12 +97,13 @@ class PutTerms:
 @dataclass(frozen=True)
 class Outgoing:
     """The header fields of a chunk's frame, and the tensors to encode: all of it, or the *shard* of
-    one rank.
+    one rank; or the whole *frame*, encoded already and with checksums.
     """
 
     template: FrameTemplate
     tensors: AnyTensors
     shard: ChunkShard | None = None
+    frame: Bytes | None = None
 
     @cached_property
     def frame_bytes(self) -> int:
@@ -115,7 +116,9 @@ class Outgoing:
         """Write the raw frame into *out*, with *flags* in its header; a shard's frame always has
         checksums and no flags.
         """
-        if self.shard is not None:
+        if self.frame is not None:
+            copy_bytes(out, self.frame)
+        elif self.shard is not None:
             encode_shard(self.template, self.shard, self.tensors, out)
         else:
             template = replace(self.template, flags=flags) if flags else self.template
@@ -127,18 +130,15 @@ class Outgoing:
         They are the tensors' own memory; if that is strided, in blocks or a shard, the frame is
         encoded into a buffer from *allocate*, which is called with its size.
         """
-        found = RAW.pieces(self.template, self.tensors) if self.shard is None else []
-        if found:
-            return found
-        frame = allocate(self.frame_bytes)
-        self.encode(frame)
-        return cut_header(frame)
-
-
-def cut_header(frame: Bytes) -> list[Bytes]:
-    """Return the header of a whole frame, and the rest."""
-    end = stated_header_bytes(frame)
-    return [frame[:end], frame[end:]]
+        frame = self.frame
+        if frame is None:
+            found = RAW.pieces(self.template, self.tensors) if self.shard is None else []
+            if found:
+                return found
+            frame = allocate(self.frame_bytes)
+            self.encode(frame)
+        end = stated_header_bytes(frame)
+        return [frame[:end], frame[end:]]
 
 
 class Transport(ABC):

@@ -47,6 +47,8 @@ LINKS_PER_PEER = 8
 MAX_FAULTS = 3
 """Wrong answers or bytes, or failed reads in a row, before a peer is barred."""
 BARRED_S = 60.0
+FORGET_S = 60.0
+"""A directory node that is down, and was not named for this long, is dropped."""
 CONNECT_S = 0.5
 """Time limit to open a stream; less if the request has less."""
 UPKEEP_S = 0.25
@@ -80,6 +82,10 @@ class PeerNode:
         """The last incarnation in the directory; 0: none."""
         self.is_self = False
         self.answered_at = 0.0
+        self.kept_at = 0.0
+        """Its last turn in the upkeep."""
+        self.named_at = math.inf
+        """When the directory last named it; infinite for the fixed list."""
         self.session: pb.OpenPeerResponse | None = None
         """The open session there, as far as is known."""
         self._clock = clock
@@ -105,6 +111,11 @@ class PeerNode:
     def is_up(self) -> bool:
         """Whether it can be used: it has a session, answers, and is not barred."""
         return self.session is not None and not self.breaker.reason and not self.is_barred
+
+    @property
+    def needs_dial(self) -> bool:
+        """Whether it has no session that works."""
+        return self.session is None or bool(self.breaker.reason)
 
     def open_session(self, session: pb.OpenPeerResponse) -> None:
         """Use *session* from now on; close the streams of an earlier one."""
@@ -301,20 +312,39 @@ class Peers:
             self.step()
 
     def step(self) -> None:
-        """Open missing sessions, and renew the others."""
-        for peer in self.known():
-            if self._stopping.is_set() or peer.is_self or peer.is_barred:
+        """Renew sessions, then open missing ones, for _DIAL_S: a host that vanished takes long.
+
+        Peers that were tried since the directory named them come last.
+        """
+        now = self._clock()
+        self._drop_unnamed(now - FORGET_S)
+        turns = {
+            one: (one.needs_dial, one.kept_at - min(one.named_at, now)) for one in self.known()
+        }
+        for peer in sorted(turns, key=turns.__getitem__):
+            if self._stopping.is_set() or self._clock() >= now + _DIAL_S:
+                break
+            if peer.is_self or peer.is_barred:
                 continue
             session = peer.session
             silent_s = session.heartbeat_ms / 4000 if session is not None else 0.0
             is_due = self._clock() - peer.answered_at > silent_s
-            if (peer.breaker.reason or is_due) and peer.breaker.allows():
+            if (peer.needs_dial or is_due) and peer.breaker.allows():
                 self._keep(peer)
         self.after_step()
 
+    def _drop_unnamed(self, since: float) -> None:
+        gone = [one for one in self.known() if one.named_at < since and not one.is_up]
+        with self._lock:
+            for peer in gone:
+                self._listed.pop(peer.address, None)
+        for peer in gone:
+            peer.forget()
+
     def _keep(self, peer: PeerNode) -> None:
+        peer.kept_at = self._clock()
         try:
-            if peer.breaker.reason or peer.session is None:  # it may have restarted
+            if peer.needs_dial:  # it may have restarted
                 peer.forget()
                 session = self._dial(peer.address, self._node_id, _DIAL_S)
                 peer.is_self = session.server.boot_id == self._boot_id
@@ -383,7 +413,7 @@ class Peers:
                 gone.append(self._listed.popitem(last=False)[1])
             if peer.incarnation not in (0, node.incarnation):  # it has restarted
                 gone.append(peer)
-            peer.incarnation = node.incarnation
+            peer.incarnation, peer.named_at = node.incarnation, self._clock()
         for one in gone:
             one.forget()
         return peer

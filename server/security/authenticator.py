@@ -14,6 +14,7 @@ from typing import Any
 from kvstore.proto.errors import InvalidRequestError, UnauthenticatedError, check_text
 from kvstore.server.security.certificates import (
     Revocations,
+    beside_certificate,
     principal_of_certificate,
     proof_of_certificate,
 )
@@ -147,6 +148,7 @@ class Authenticator:
             raise UnauthenticatedError("send only one token")
         if values:
             found = self._of_token(str(values[0]))
+            found = beside_certificate(found, pem) if pem else found
         elif pem is None or not self._takes_certificates:
             raise UnauthenticatedError("authentication required: send a token, an API key or a JWT")
         else:
@@ -178,13 +180,12 @@ class Authenticator:
 
     def holds(self, principal: Principal) -> bool:
         """Whether *principal* is still valid: neither revoked nor expired."""
-        if principal.expires_at <= self._wall_clock():
+        revoked = self._revocations.value.proofs if self._revocations is not None else ()
+        if principal.expires_at <= self._wall_clock() or principal.certificate in revoked:
             return False
         kind = principal.name.partition(":")[0]
         if kind == "key" and self._keys is not None:
             return self._keys.value.holds(principal)
         if kind == "jwt" and self._verifier is not None:
             return principal.proof in self._verifier.value.keys
-        if kind == "cert" and self._revocations is not None:
-            return principal.proof not in self._revocations.value.proofs
         return True

@@ -6,7 +6,7 @@ import hashlib
 import math
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -152,12 +152,20 @@ def principal_of_certificate(pem: bytes) -> Principal:
         raise UnauthenticatedError(
             "the certificate's subject must have one O, the tenant, one CN, and for OU only roles"
         )
-    until = certificate.not_valid_after_utc.timestamp()
     try:
-        proof = proof_of_certificate(pem)
-        return Principal(f"cert:{names[0]}", tenants[0], roles, until, proof)
+        return beside_certificate(Principal(f"cert:{names[0]}", tenants[0], roles), pem)
     except InvalidRequestError as error:
         raise UnauthenticatedError(f"the certificate's subject is invalid: {error}") from None
+
+
+@lru_cache(REMEMBERED)
+def beside_certificate(principal: Principal, pem: bytes) -> Principal:
+    """Return *principal*, valid as long as certificate *pem* is too."""
+    from cryptography import x509
+
+    until = x509.load_pem_x509_certificate(pem).not_valid_after_utc.timestamp()
+    until = min(until, principal.expires_at)
+    return replace(principal, expires_at=until, certificate=proof_of_certificate(pem))
 
 
 def _named(certificate: x509.Certificate, oid: x509.ObjectIdentifier) -> list[str]:

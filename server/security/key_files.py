@@ -115,7 +115,9 @@ class ApiKeys:
 
     def holds(self, principal: Principal) -> bool:
         """Whether the key of *principal* still exists, with the same rights."""
-        return self._principals.get(principal.name.partition(":")[2]) == principal
+        known = self._principals.get(principal.name.partition(":")[2])
+        rights = principal.tenant, principal.roles
+        return known is not None and (known.tenant, known.roles) == rights
 
 
 def parse_keys(data: bytes) -> ApiKeys:

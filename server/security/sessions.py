@@ -39,8 +39,9 @@ peer: another server, which reads chunks of any tenant whose keys it has."""
 class Principal:
     """An authenticated caller. ``expires_at`` is in seconds of the wall clock.
 
-    ``name`` is ``key:ID``, ``jwt:SUBJECT`` or ``cert:NAME``; ``proof`` names the JWT's signing key
-    or the certificate, which may be revoked. Raises InvalidRequestError for bad tenants or roles.
+    ``name`` is ``key:ID``, ``jwt:SUBJECT`` or ``cert:NAME``. ``proof`` names the JWT's signing key,
+    and ``certificate`` the certificate, also beside a token: both may be revoked. Raises
+    InvalidRequestError for bad tenants or roles.
     """
 
     name: str
@@ -48,6 +49,7 @@ class Principal:
     roles: frozenset[str]
     expires_at: float = math.inf
     proof: bytes = b""
+    certificate: bytes = b""
 
     def __post_init__(self) -> None:
         check_tenant(self.tenant)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import io
 import json
 import os
 import shlex
@@ -26,7 +25,6 @@ from helpers.kvstore_command import PROGRAM as KVSTORE
 from helpers.local_server import LocalServer
 from helpers.redis_process import free_port
 from helpers.trust_world import World
-from rich.console import Console
 
 from kvstore import __version__
 from kvstore.cli.app import (
@@ -284,12 +282,7 @@ def grid() -> Grid:
 
 
 def shown(width: int, *, is_terminal: bool, rows: Grid | None = None) -> list[str]:
-    out = io.StringIO()
-    console = Console(
-        file=out, width=width, force_terminal=is_terminal, soft_wrap=True, color_system=None
-    )
-    console.print(rows or grid())
-    return out.getvalue().splitlines()
+    return list((rows or grid()).lines(width if is_terminal else None))
 
 
 def test_each_row_is_one_line_of_plain_columns_where_there_is_room_or_no_terminal() -> None:

@@ -18,7 +18,7 @@ from helpers.prompts import SMALL, chunks_of, keys_of, store
 from kvstore import __version__
 from kvstore.cli import bench
 from kvstore.cli import server as commands
-from kvstore.cli.app import EXIT_NOT_HELD, EXIT_STORE, EXIT_USAGE, call, connected, show
+from kvstore.cli.app import EXIT_NOT_HELD, EXIT_STORE, EXIT_USAGE, Shown, call, connected, show
 from kvstore.cli.server import FAULTS, look_at, status_text, watch_status
 from kvstore.client import Client, ClientOptions
 from kvstore.client.server_state import ServerStatus, status_from_message
@@ -113,7 +113,7 @@ def test_faults_curves_and_quotas_are_shown_where_there_are_any(
     counters = {"lookups": 1, "corrupt_chunks": 3}
     message = pb.StatusResponse(tiers=[tier], state="serving", counters=counters)
     found = look_at("here:1", status_from_message(message))
-    show({}, status_text(found, everything=True), as_json=False)
+    show(Shown({}, status_text(found, everything=True)), as_json=False)
     out = capsys.readouterr().out
     assert "faults: tier cpu is degraded, corrupt_chunks 3\n" in out
     for word in ("marconi", "62.5%", "hits at 2x", "tenant acme", "degraded: slow"):

@@ -16,6 +16,7 @@ import pytest
 from conftest import ServerMaker
 from contracts.bad_puts import changed
 from contracts.bulk_channel import BULK, BulkChannelContract, digests
+from cryptography import x509
 from helpers import stream_messages as messages
 from helpers.fake_peer import peer_session
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
@@ -536,6 +537,12 @@ def test_where_every_interface_is_bound_the_host_is_the_one_that_was_reached() -
         ("tcp://*:7421", "dns:///store.example:7420", "tcp://store.example:7421"),
     ):
         assert Entrance.of(replace(TERMS, bulk_address=told), reached).where == where
+
+
+def test_certificates_of_streams_are_valid_whatever_the_clock_of_a_host() -> None:
+    certificate = x509.load_der_x509_certificate(make_tls()[1])
+    assert certificate.not_valid_before_utc.timestamp() == 0
+    assert certificate.not_valid_after_utc.year == 9999
 
 
 @pytest.fixture

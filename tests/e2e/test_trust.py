@@ -12,7 +12,7 @@ from typing import Any
 import grpc
 import pytest
 from grpc_health.v1 import health_pb2, health_pb2_grpc
-from helpers.credentials import Authority
+from helpers.credentials import Authority, KeyRing
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
 from helpers.prompts import SMALL, keys_of
 from helpers.trust_world import SERVICE, World, chunks_for, request_of
@@ -344,17 +344,20 @@ def test_a_certificate_that_is_revoked_is_refused_and_ends_its_sessions(
         serve("--tls-crl", crl)
     ca.revoke()
     bad, good = (Access(True, ca.path, *ca.issue(n, tenant="acme")) for n in ("bad", "good"))
-    server = serve("--tls-crl", crl)
+    ring = KeyRing(tmp_path / "keys")
+    both = replace(bad, token=ring.make("acme"))
+    server = serve("--tls-crl", crl, "--auth-keys", str(ring.path))
     request = pb.OpenSessionRequest(representation=as_message(pb.Representation, SMALL))
-    for access in (bad, good):
+    for access in (bad, both, good):
         with closing(Connection(f"localhost:{server.node.port}", 1, access=access)) as connection:
             connection.call("OpenSession", request, DEADLINE_MS, pb.OpenSessionResponse)
-    assert len(server.node.sessions) == 2
+    assert len(server.node.sessions) == 3
     ca.revoke(tmp_path / "bad.crt")
     assert eventually(lambda: len(server.node.sessions) == 1)
-    assert eventually(lambda: server.counter("revoked_sessions") == 1)  # counted after
-    with pytest.raises(UnauthenticatedError, match="revoked"):
-        status(server, bad)
+    assert eventually(lambda: server.counter("revoked_sessions") == 2)  # counted after
+    for access in (bad, both):
+        with pytest.raises(UnauthenticatedError, match="revoked"):
+            status(server, access)
     status(server, good)
 
 

@@ -33,6 +33,8 @@ from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.types import DType, KVLayout, LayerGroup, LayerKind, Model
 
 PROBE_TOKENS = 24
+NO_KIND = "hybrid"
+"""The kind that ``generate`` ignores; for None it takes that of the model's own settings."""
 PACK_BYTES = 64 << 20
 """Device memory for packed copies of a cache's end; a larger tensor is copied alone."""
 _BOTH = (
@@ -405,11 +407,12 @@ class CacheReader:
 def new_cache(
     config: PreTrainedConfig, settings: GenerationConfig, shape: CacheShape, prompt_tokens: int
 ) -> Cache:
-    """Return an empty cache of the kind in *settings*, and clear the kind there.
+    """Return an empty cache of the kind in *settings*, and have ``generate`` make none.
 
     Raises InvalidRequestError for a static cache of windows or states.
     """
-    is_static, settings.cache_implementation = settings.cache_implementation == "static", None
+    is_static = settings.cache_implementation == "static"
+    settings.cache_implementation = NO_KIND
     if not is_static:
         return DynamicCache(config=config)
     if shape.has_ends:

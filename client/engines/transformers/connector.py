@@ -84,6 +84,7 @@ class TransformersConnector(Connector):
         accuracy: str = "exact",
     ) -> None:
         self._deadline_ms = generation.checked_deadline(deadline_ms)
+        model = identity.uncompiled(model)
         self._shape = identity.cache_shape(model)
         self._least(accuracy)
         stated = (client.model.layer_groups, client.model.rope)
@@ -93,6 +94,8 @@ class TransformersConnector(Connector):
             identity.check_resumable(model, self._shape, client.model)
         self._model = model
         self._watch = WeightsWatch(model)
+        self._fitting = (0, True)
+        """A number of changed structures, and whether the cache had the same layers then."""
         self._is_padding_checked = not self._shape.is_probed
         self._compared = itertools.count()
         self._chunk_tokens = client.options.chunk_tokens
@@ -143,6 +146,20 @@ class TransformersConnector(Connector):
         caches.notes_of(cache).weights = weights
         return self._watch.current() == weights
 
+    def _fits(self, weights: WeightsChange) -> bool:
+        """Return whether the model's cache still has the layers that the client stores."""
+        if weights.structures != self._fitting[0]:
+
+            def check() -> bool:
+                groups = CacheShape.of(self._model).groups
+                if groups != self._shape.groups:
+                    fix = "the model's cache has changed: make another client and connector"
+                    raise ModelError("layers", len(groups), fix)
+                return True
+
+            self._fitting = (weights.structures, self.guard(check, False))
+        return self._fitting[1]
+
     # --- load
 
     def load(
@@ -175,7 +192,8 @@ class TransformersConnector(Connector):
         call = Call(weights.named(extra), weights, allowed)
         prompt = PrefixLoad(self._link, call, tokens, DynamicCache(config=self._model.config))
         caches.notes_of(prompt.cache).weights = weights
-        prompt.load()
+        if self._fits(weights):
+            prompt.load()
         return prompt
 
     def _compare(self, prompt: PrefixLoad) -> GateView | None:
@@ -295,7 +313,11 @@ class TransformersConnector(Connector):
                 setattr(stated, name, max(1, getattr(stated, name) - padding))
         weights = self._watch.current()
         call = Call(weights.named(extra), weights, allowed, stated, passed, within, began_s)
-        if len(prompts) == 1:
+        if not self._fits(weights):
+            seen = None if mask is None else mask[:, padding:]
+            output = self._run(ids[:, padding:], call, None, seen)
+            done = Generation(output, 0, (0,) * len(prompts))
+        elif len(prompts) == 1:
             done = self._generate_one(prompts[0], ids[:, padding:], call)
         else:
             done = self._generate_batch(ids, mask, prompts, call)
@@ -324,7 +346,7 @@ class TransformersConnector(Connector):
                     self.learned.observe(left, time.perf_counter() - began_s - prompt.waited_s)
 
                 watch.on_first = on_first
-                return self._run(ids, call, cache, None, watch)
+                return self._run(ids, call, cache, None, [watch])
 
         output = prompt.run(run)
         if self._is_still(call.weights, cache):
@@ -356,11 +378,16 @@ class TransformersConnector(Connector):
         return ends
 
     def _run(
-        self, ids: Tensor, call: Call, cache: Cache, mask: Tensor | None, *watch: StoppingCriteria
+        self,
+        ids: Tensor,
+        call: Call,
+        cache: Cache | None,
+        mask: Tensor | None,
+        watches: Sequence[StoppingCriteria] = (),
     ) -> GenerateDecoderOnlyOutput:
         model: Any = self._model
         given = {**call.passed, **caches.as_argument(cache), "generation_config": call.settings}
-        given["stopping_criteria"] = [*watch, *(call.passed.get("stopping_criteria") or ())]
+        given["stopping_criteria"] = [*watches, *(call.passed.get("stopping_criteria") or ())]
         given["attention_mask"] = torch.ones_like(ids) if mask is None else mask
         output: GenerateDecoderOnlyOutput = model.generate(ids, **given)
         return output
@@ -373,7 +400,7 @@ class TransformersConnector(Connector):
         if settings.cache_implementation == "static":
             fix = "rows of different prefixes are joined in a dynamic cache"
             raise InvalidRequestError("cache_implementation", "static", fix)
-        settings.cache_implementation = None
+        settings.cache_implementation = caches.NO_KIND
         model, shape, width = self._model, self._shape, max(map(len, prompts))
         if min(map(len, prompts)) < width and not self._is_padding_checked:
             identity.check_padding(model)

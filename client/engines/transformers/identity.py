@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 import math
 import os
@@ -9,7 +10,7 @@ import threading
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 from blake3 import blake3
@@ -34,8 +35,8 @@ from kvstore.proto.types import MIN_CHUNK_TOKENS, KVLayout, Model
 
 MODEL_TYPES = ("llama", "mistral", "qwen2", "qwen3")
 """Architectures whose caches the connector is tested with."""
-KERNELS = ("eager", "sdpa", "flash_attention_2", "flash_attention_3", "flex_attention")
-"""Attention implementations that agree up to rounding."""
+KERNELS = ("sdpa", "eager", "flash_attention_2", "flash_attention_3", "flex_attention")
+"""Attention implementations that agree up to rounding for MODEL_TYPES; the default is first."""
 SAMPLED = 64
 """Elements sampled from each tensor where a commit names the weights."""
 ROUNDINGS = 64
@@ -46,7 +47,11 @@ PADDING = 8
 """Tokens of padding that a model is tried with."""
 _NO_SETTINGS = {*vars(torch.nn.Module()), "_output_capturing_hooks_installed"}
 """Attributes of modules that say nothing of what they compute."""
+_NO_NUMBERS = ("training", "name_or_path", "gradient_checkpointing")
+"""Plain ones that a model evaluates the same with."""
 _PLAIN = (bool, int, float, str)
+_Facts: TypeAlias = tuple[str, dict[str, Any]]
+"""A module's class and its plain numbers."""
 
 
 def representation_of(
@@ -67,6 +72,7 @@ def representation_of(
         if not hasattr(given, has):
             fix = f"give the {name} loaded by transformers: KV depends on it"
             raise ModelError(name, given, fix)
+    model = uncompiled(model)
     check_adapter(model, adapter_digest)
     config = model.config
     shape, rope = cache_shape(model), rope_parameters(config)
@@ -80,19 +86,52 @@ def representation_of(
     return shared.identity_of(weights, shape.groups, rope, config, departures)
 
 
+def uncompiled(model: PreTrainedModel) -> PreTrainedModel:
+    """Return the model in ``torch.compile(model)``, whose ``generate`` is that model's own."""
+    return getattr(model, "_orig_mod", model)
+
+
 def departures_of(model: PreTrainedModel) -> dict[str, str]:
     """Return departures of the model's code and numbers that no setting states."""
-    found, attention = dict[str, str](), str(model.config._attn_implementation)
-    if not type(model).__module__.startswith("transformers.models."):
+    found, plain = dict[str, str](), dict[str, _Facts]()
+    if type(model).__module__.startswith("transformers.models."):
+        # What the settings make; models whose weights torch draws on the CPU would use its seed.
+        with torch.random.fork_rng(devices=[]), torch.device("meta"):
+            plain = _facts_of(type(model)(copy.deepcopy(model.config)))
+    else:
         found["class"] = str(type(model))
-    if attention not in KERNELS:
+    if attention := _attention_of(model.config):
         found["attention"] = attention
     if any(map(_patches, model.modules())):
         found["hooks"] = os.urandom(shared.EPOCH_BYTES).hex()
+    own = _facts_of(model)
+    for name in sorted(own.keys() | plain.keys()):
+        kind, numbers = own.get(name, ("none", {}))
+        other, stated = plain.get(name, ("none", numbers))
+        if kind != other or any(numbers.get(one) != number for one, number in stated.items()):
+            found[f"module {name}"] = f"{kind} {sorted(numbers.items())}"
+    return found | _tables_of(model)
+
+
+def _facts_of(model: PreTrainedModel) -> dict[str, _Facts]:
+    """Return the facts of each of *model*'s modules, by name."""
+    found = {}
+    for name, module in model.named_modules():
+        if name:  # the model itself has settings of loading and generation
+            own = [(k, v) for k, v in vars(module).items() if k[0] != "_" and k not in _NO_NUMBERS]
+            numbers = {key: plain for key, value in own if (plain := _plain(value)) is not None}
+            found[name] = (str(type(module)), numbers)
+    return found
+
+
+def _tables_of(model: PreTrainedModel) -> dict[str, str]:
+    """Return digests of the rotation tables that differ from those that the settings make."""
+    found = dict[str, str]()
     tables: Any = [one for one in model.modules() if any("inv_freq" in x for x in one._buffers)]
     for number, table in enumerate(tables):
-        is_stated = hasattr(table, "config")  # custom modules are made from numbers
-        stated = dict(type(table)(config=table.config).named_buffers()) if is_stated else {}
+        stated = dict[str, torch.Tensor]()
+        with suppress(AttributeError, TypeError):  # custom modules are made from numbers
+            stated = dict(type(table)(config=table.config).named_buffers())
         for name, buffer in table.named_buffers():
             own, named = buffer.double().cpu(), stated.get(name, buffer.new_empty(0)).double().cpu()
             # A cast rounds them.
@@ -101,11 +140,26 @@ def departures_of(model: PreTrainedModel) -> dict[str, str]:
     return found
 
 
-def _patches(module: torch.nn.Module) -> list[int]:
-    """Return the numbers of *module*'s hooks, which may change its output; none is reused."""
+def _attention_of(config: Any) -> str:
+    """Return the attention of *config*, "" for one that gives the KV of transformers' default."""
+    # Other models may differ by it: Falcon scales its biases in one of them only.
+    alike = KERNELS if config.model_type in MODEL_TYPES else KERNELS[:1]
+    attention = str(config._attn_implementation)
+    return "" if attention in alike else attention
+
+
+def _patches(module: torch.nn.Module) -> list[Any]:
+    """Return *module*'s own forward and the numbers of its hooks, none of which is reused.
+
+    Both may change its output.
+    """
     hooks = (*module._forward_hooks.items(), *module._forward_pre_hooks.items())
     # transformers' own only copy outputs.
-    return [key for key, hook in hooks if not str(hook.__module__).startswith("transformers.")]
+    found = [key for key, hook in hooks if not str(hook.__module__).startswith("transformers.")]
+    forward: Any = vars(module).get("forward")
+    forward = getattr(forward, "_torchdynamo_orig_callable", forward)
+    is_own = getattr(forward, "__func__", None) is not type(module).forward
+    return [*found, forward] if forward is not None and is_own else found
 
 
 def check_adapter(model: PreTrainedModel, adapter_digest: str) -> None:
@@ -260,6 +314,8 @@ class WeightsChange(NamedTuple):
     """Added to the model's identity; empty before any change."""
     changes: int = 0
     """Distinguishes weights whose name returns: KV computed between is not theirs."""
+    structures: int = 0
+    """Counts the changes of what is not weights: the cache may have other layers then."""
 
     def named(self, extra: Sequence[bytes]) -> Sequence[bytes]:
         """Return *extra*, preceded by the name of these weights if they have one."""
@@ -283,15 +339,22 @@ class WeightsWatch:
         self._now = NO_CHANGE
 
     def current(self) -> WeightsChange:
-        """Return the current weights, after a check. Raises InvalidRequestError in training."""
+        """Return the current weights, named for autocast, too, after a check of them.
+
+        Raises InvalidRequestError in training.
+        """
         if self._model.training:
             fix = "call model.eval(): dropout makes its KV random"
             raise InvalidRequestError("model", "in training mode", fix)
         with self._lock:
             before, self._seen = self._seen, self._mark()
             if before != self._seen:
-                self._change()
-            return self._now
+                self._change(is_structure=before[0] != self._seen[0])
+            now, kind = self._now, self._model.device.type
+        if not torch.is_autocast_enabled(kind):
+            return now
+        name = f"{torch.get_autocast_dtype(kind)} "  # its KV is rounded otherwise
+        return now._replace(name=name.encode() + now.name)
 
     def reset(self, revision: str | None = None) -> None:
         """Treat the current weights as changed, and name them *revision* if given."""
@@ -305,11 +368,13 @@ class WeightsWatch:
             self._change()
         self._lock = threading.Lock()
 
-    def _change(self, revision: str | None = None) -> None:
+    def _change(self, revision: str | None = None, *, is_structure: bool = True) -> None:
         name = revision.encode() if revision else os.urandom(shared.EPOCH_BYTES)
-        self._now = WeightsChange(b"weights:" + name, self._now.changes + 1)
+        structures = self._now.structures + is_structure
+        self._now = WeightsChange(b"weights:" + name, self._now.changes + 1, structures)
 
     def _mark(self) -> tuple[Any, ...]:
+        """Return what all of the model computes with, first what is not weights."""
         modules = list(self._model.modules())  # one walk over them: there are hundreds
         tensors: list[torch.Tensor] = []
         for module in modules:
@@ -329,14 +394,16 @@ class WeightsWatch:
                     some = tensor.as_strided((size,), (step,), start)
                     alike.setdefault(tensor.dtype, []).append(some)
             seen = [torch.cat(some).view(torch.uint8).cpu().numpy() for some in alike.values()]
-        return (*self._settings(modules), *marks, *(elements.tobytes() for elements in seen))
+        settings = tuple(self._settings(modules))
+        return (settings, *marks, *(elements.tobytes() for elements in seen))
 
     def _settings(self, modules: Sequence[torch.nn.Module]) -> Iterator[Any]:
         """Yield what else of the model KV depends on: its settings, numbers and hooks."""
         config = self._model.config
         yield shared._facts(config)
-        yield config._attn_implementation in KERNELS or config._attn_implementation
+        yield _attention_of(config)
         for module in modules:
+            yield type(module)
             yield module.training
             yield from _patches(module)
             for name, value in vars(module).items():

@@ -121,17 +121,31 @@ def test_asking_for_a_cache_salt_hits_only_what_was_stored_with_it(
     assert connect().load(input_ids, extra=[b"salt"])[1] == 99
 
 
+@pytest.mark.parametrize("whose", ["the call's", "the model's"])
 def test_a_static_cache_starts_from_the_store_too(
-    connect: Connect, tinylm: PreTrainedModel
+    connect: Connect, tinylm: PreTrainedModel, monkeypatch: pytest.MonkeyPatch, whose: str
 ) -> None:
     input_ids = random_ids(150)
     without = plain_tokens(tinylm, input_ids)
     settings = greedy()
-    settings.cache_implementation = "static"
+    of: Any = settings if whose == "the call's" else tinylm.generation_config
+    monkeypatch.setattr(of, "cache_implementation", "static")
     for hit in (0, 149):
         found = connect().generate(input_ids, settings)
         assert found.output.sequences[0].tolist() == without
         assert found.hit_tokens == hit
+        assert isinstance(found.output.past_key_values, StaticCache)
+
+
+def test_a_model_in_torch_compile_is_the_model(
+    server: LocalServer, connect: Connect, tinylm: PreTrainedModel, tokenizer: Any
+) -> None:
+    compiled: Any = torch.compile(tinylm, backend="eager")
+    ids, identity = random_ids(150), representation_of(compiled, tokenizer)
+    assert identity == representation_of(tinylm, tokenizer)
+    connector = TransformersConnector(server.connect("auto", identity, OPTIONS), compiled)
+    assert stored_tokens(connector, ids) == plain_tokens(tinylm, ids)
+    assert connect().load(ids)[1] == 149
 
 
 def test_prompts_of_a_batch_start_each_from_its_own_prefix(

@@ -300,11 +300,19 @@ def _attend_to_half(model: Any) -> None:
     model.set_attn_implementation("half")
 
 
+def _double(model: Any) -> None:
+    mlp = model.model.layers[1].mlp
+    own = mlp.forward
+    mlp.forward = lambda hidden: 2 * own(hidden)
+
+
 CHANGES: dict[str, Callable[[Any], object]] = {
     "its rotation": lambda model: model.model.rotary_emb.inv_freq.mul_(0.25),
     "a hook": lambda model: model.model.layers[1].register_forward_hook(lambda *a: a[2] + 0.5),
     "its attention": _attend_to_half,
     "a number": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.7),
+    "a module": lambda model: setattr(model.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
+    "a method": _double,
     "its active adapter": lambda model: setattr(model.model.layers[1], "active", ["second"]),
 }
 
@@ -315,6 +323,7 @@ def test_what_a_model_computes_with_beside_its_weights_may_change(
 ) -> None:
     model = make_model("qwen2, biases")
     vars(model.model.layers[1])["active"] = ["first"]
+    model.model.layers[1].mlp.act_fn = torch.nn.SiLU()
     connector, ids = connect(model), random_ids(100, VOCABULARY)
     assert stored_tokens(connector, ids) == plain_tokens(model, ids)
     assert connector.load(ids)[1] == 96
@@ -324,8 +333,8 @@ def test_what_a_model_computes_with_beside_its_weights_may_change(
     assert connector.load(ids)[1] == 96
 
 
-@pytest.mark.parametrize("changed", ["its rotation", "a hook", "its attention"])
-def test_a_model_with_other_code_or_tables_than_its_settings_say_has_a_name_of_its_own(
+@pytest.mark.parametrize("changed", [name for name in CHANGES if name != "its active adapter"])
+def test_a_model_with_other_code_or_numbers_than_its_settings_say_has_a_name_of_its_own(
     connect: Connect, changed: str
 ) -> None:
     model = make_model("qwen2, biases")
@@ -358,7 +367,58 @@ def test_tables_of_a_module_without_a_config_are_in_the_name(tokenizer: Any) -> 
         model = make_model("qwen2, biases")
         model.model.layers[0].rotary = Rotary(scale)
         found.append(representation_of(model, tokenizer))
+        model.model.layers[0].rotary.config = model.config
+        assert representation_of(model, tokenizer) == found[-1], "it is not made from it"
     assert found[0] == found[1] != found[2]
+
+
+def test_attention_that_computes_otherwise_in_some_models_is_in_their_name(
+    tokenizer: Any, connect: Connect
+) -> None:
+    """Falcon scales the biases of its heads in one of them only."""
+    falcon: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
+    model = random_model(transformers.FalconConfig(vocab_size=VOCABULARY, **falcon, alibi=True))
+    connector, ids = connect(model), random_ids(100, VOCABULARY)
+    stored_tokens(connector, ids)
+    assert connector.load(ids)[1] == 96
+    name = representation_of(model, tokenizer)
+    model.config._attn_implementation = "eager"
+    assert (representation_of(model, tokenizer) == name, connector.load(ids)[1]) == (False, 0)
+
+
+def test_kv_computed_in_another_dtype_by_autocast_is_not_that_of_the_model(
+    connect: Connect,
+) -> None:
+    connector, ids = connect(make_model("qwen2, biases")), random_ids(100, VOCABULARY)
+    with torch.autocast("cpu", torch.bfloat16):
+        stored_tokens(connector, ids)
+    assert connector.load(ids)[1] == 0
+    stored_tokens(connector, ids)
+    assert connector.load(ids)[1] == 96
+    with torch.autocast("cpu", torch.bfloat16):
+        assert connector.load(ids)[1] == 0
+
+
+def test_a_model_whose_cache_has_other_layers_now_runs_without_the_store(
+    connect: Connect,
+) -> None:
+    model, ids = make_model("mistral, windows alone"), random_ids(100, VOCABULARY)
+    connector = connect(model)
+    batch, mask = left_padded([ids[0], ids[0, :40]])
+    for window in (60, None):
+        model.config.sliding_window = window
+        for _ in range(2):
+            assert stored_tokens(connector, ids) == plain_tokens(model, ids)
+        engine: Any = model
+        own = engine.generate(batch, generation_config=greedy(), attention_mask=mask)
+        found = connector.generate(batch, greedy(), attention_mask=mask)
+        assert (found.row_hits, connector.load(ids)[1]) == ((0, 0), 0)
+        assert torch.equal(found.output.sequences, own)
+    assert connector.stats().load_errors == {"ModelError": 2}
+    model.config.sliding_window = 40
+    for _ in range(2):
+        assert stored_tokens(connector, ids) == plain_tokens(model, ids)
+    assert connector.load(ids)[1] == 96
 
 
 def test_a_model_in_training_is_refused_by_name(connect: Connect) -> None:

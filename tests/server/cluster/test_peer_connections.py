@@ -421,7 +421,7 @@ def test_a_peer_whose_streams_are_not_reached_is_not_up_until_they_are(
         assert not peer.is_up
         assert peers.find(keys) == {}
         is_reached = True
-        assert eventually(lambda: peer.is_up)
+        assert eventually(lambda: peer.is_up and peer.is_connected)
         for offer in peers.find(keys).values():
             frame = np.zeros(offer.info.size_bytes, np.uint8)
             *_, (sender, arrived) = peers.read(offer, frame, 0)

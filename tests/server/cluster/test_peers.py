@@ -16,11 +16,22 @@ import numpy as np
 import pytest
 from contracts.bad_puts import changed
 from helpers.credentials import Authority, KeyRing
-from helpers.fake_peer import FakePeer, Lie, Message, connected, is_found, is_part, other, refusal
+from helpers.fake_peer import (
+    PATIENT,
+    FakePeer,
+    Lie,
+    Message,
+    connected,
+    is_found,
+    is_part,
+    other,
+    refusal,
+)
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, assert_reads, chunks_of, frame_of, keys_of, outcomes, store
 from helpers.redis_process import RedisProcess
 from helpers.stream_messages import part, ready
+from simulation.clock import FakeClock
 
 from kvstore.client import Client, ClientOptions
 from kvstore.codecs.base import ChunkTensors
@@ -35,7 +46,7 @@ from kvstore.proto.types import ChainDigest, ChunkInfo, ChunkKey, KVLayout, PutO
 from kvstore.server.cluster.membership import NodeAddress
 from kvstore.server.cluster.peer_connections import dial_peer, key_metadata
 from kvstore.server.cluster.peer_tier import CHECK_AGAIN_S, CHECKED_AGAIN, KNOWN_S, PeerTier
-from kvstore.server.cluster.peers import BARRED_S, MAX_FAULTS, PeerChunk, PeerNode, Peers
+from kvstore.server.cluster.peers import BARRED_S, FORGET_S, MAX_FAULTS, PeerChunk, PeerNode, Peers
 from kvstore.server.settings.settings import Settings
 from kvstore.server.settings.values import Limits
 from kvstore.server.store.lookup import MAX_PEER_QUERIES
@@ -574,6 +585,34 @@ def test_a_silent_peer_takes_no_time_from_others_that_have_to_be_connected_too()
         assert set(peers.find([KEY])[KEY].peers) == set(others)
         assert [peer.is_up for peer in (first, *others)] == [False, True, True]
         assert counters["peer_failures"] == 1
+
+
+def test_hosts_that_vanished_hold_up_no_new_peer_and_are_dropped_once_nobody_names_them() -> None:
+    clock, fake, dials = FakeClock(), FakePeer({KEY: FRAME}), list[str]()
+    named = [NodeAddress(f"gone{at}", at, "", f"10.0.0.{at}:1") for at in range(1, 31)]
+
+    def dial(address: str, node_id: str, within_s: float) -> pb.OpenPeerResponse:
+        dials.append(address)
+        if address.startswith("10."):
+            clock.advance(within_s)
+            raise TierUnavailableError("peer", "no answer")
+        return fake.dial(address, node_id, within_s)
+
+    peers = Peers((), PATIENT, dial, Counters(), clock)
+    peers.holders = lambda keys, _: dict.fromkeys(keys, tuple(named))
+    with closing(fake), closing(peers):
+        assert peers.find([KEY]) == {}
+        peers.step()
+        assert len(dials) == 1
+        clock.advance(1)
+        named[:] = [NodeAddress("new", 99, "", "127.0.0.1:1")]
+        assert peers.find([KEY]) == {}
+        peers.step()
+        assert list(peers.find([KEY])) == [KEY]
+        clock.advance(FORGET_S)
+        peers.find([KEY])
+        peers.step()
+        assert [peer.address for peer in peers.known()] == ["127.0.0.1:1"]
 
 
 def test_a_peer_for_which_no_time_is_left_is_not_blamed() -> None:

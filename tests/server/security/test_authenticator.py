@@ -272,7 +272,7 @@ def test_a_list_takes_back_its_own_authority_s_certificates_and_no_other_s(tmp_p
     listed = parse_revocations(ca.revoke(bad).read_bytes(), ca.path.read_bytes())
     assert len(listed.proofs) == 1
     assert proof_of_certificate(bad.read_bytes()) in listed.proofs
-    assert principal_of_certificate(bad.read_bytes()).proof in listed.proofs
+    assert principal_of_certificate(bad.read_bytes()).certificate in listed.proofs
     assert proof_of_certificate(good.read_bytes()) not in listed.proofs
     same_number = parse_revocations(other.revoke(bad).read_bytes(), other.path.read_bytes())
     assert proof_of_certificate(bad.read_bytes()) not in same_number.proofs
@@ -323,6 +323,32 @@ def test_whoever_shows_a_revoked_certificate_is_refused_with_a_token_or_without(
     assert not asked.holds(known)
     renewed = {"x509_pem_cert": [ca.issue("engine", tenant="acme")[0].read_bytes()]}
     assert asked.holds(asked.principal_of([], renewed))
+
+
+def test_a_caller_with_a_token_ends_with_the_certificate_beside_it(tmp_path: Path) -> None:
+    ca, now = Authority(tmp_path), [time.time()]
+    cert, _ = ca.issue("engine")
+    revocations = WatchedFile((ca.revoke(), ca.path), parse_revocations)
+    ring = KeyRing(tmp_path / "keys")
+    keys = WatchedFile((ring.path,), parse_keys)
+    token = bearer(ring.make("acme"))
+    keys.refresh()
+    asked = Authenticator(keys, None, revocations, lambda: now[0], takes_certificates=True)
+    known, plain = (asked.principal_of(token, one) for one in (proofs(cert), {}))
+    assert (known.name, known.tenant, known.roles) == (plain.name, "acme", ENGINE)
+    assert asked.holds(known)
+    now[0] += 2 * 86_400
+    assert (asked.holds(known), asked.holds(plain)) == (False, True)
+    with pytest.raises(UnauthenticatedError, match="expired"):
+        asked.principal_of(token, proofs(cert))
+    now[0] -= 2 * 86_400
+    ca.revoke(cert)
+    asked.refresh()
+    assert (asked.holds(known), asked.holds(plain)) == (False, True)
+
+
+def proofs(cert: Path) -> dict[str, list[bytes]]:
+    return {"x509_pem_cert": [cert.read_bytes()]}
 
 
 def test_a_signing_key_that_is_taken_out_ends_what_it_signed_and_the_next_one_goes_on(
