@@ -245,7 +245,10 @@ def _report(
     if found is None or not np.isfinite(found).all():
         found = np.empty(0, np.float32)
     halves = found.clip(max=np.finfo(np.float16).max).astype("<f2")
-    levels = _levels(done.attention)
+    attention, levels = done.attention, b""
+    if attention is not None and float(attention.max()) > 0:
+        scaled = attention.float().cpu() * (255 / float(attention.max()))
+        levels = scaled.round().to(torch.uint8).numpy().tobytes()
     is_selected = np.zeros(len(plan.tokens), bool)
     is_selected[done.selected.cpu().numpy()] = True
     chunks = []
@@ -262,11 +265,3 @@ def _report(
         full_ms=1e3 * full.report.total_s if full is not None else 0.0,
         shadow=None if shadow is None else shadow.reported,
     )
-
-
-def _levels(attention: Tensor | None) -> bytes:
-    """Return attention as bytes, scaled to a maximum of 255; b"" if there is none."""
-    if attention is None or not float(attention.max()) > 0:
-        return b""
-    scaled = attention.float().cpu() * (255 / float(attention.max()))
-    return scaled.round().to(torch.uint8).numpy().tobytes()

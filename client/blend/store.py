@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
 
 import torch
@@ -32,7 +32,7 @@ MAX_CONTEXT = 16
 """The nearest preceding chunks that are reported; a server accepts no more."""
 
 
-class StoreSource:
+class StoreSource(AbstractContextManager["StoreSource"]):
     """A LayerSource over the reply to a Resolve, and its ``plan``.
 
     *tokens* are the prompt's. Chunks that are consecutive here and in their own prompt form one
@@ -144,9 +144,6 @@ class StoreSource:
         if self._layers is not None:
             with suppress(ValueError):  # raised by a running generator
                 self._layers.close()
-
-    def __enter__(self) -> StoreSource:
-        return self
 
     def __exit__(self, *_: object) -> None:
         self.close()

@@ -343,10 +343,9 @@ def _taken(outcomes: Sequence[PutOutcome], count: int) -> list[bool]:
 
 
 class PageStore(Connector):
-    """Stores and loads pages by SGLang's hashes. Thread-safe; never raises after construction."""
+    """Stores and loads pages by SGLang's hashes. Thread-safe. Only creation raises: ModelError."""
 
     def __init__(self, pool: HostPool, rank: RankInfo, settings: PageSettings) -> None:
-        """Raises ModelError for unsupported pools."""
         self._pool = pool
         self._is_mla = rank.is_mla
         model, shard = kv_model(pool, rank, settings), None
@@ -362,11 +361,8 @@ class PageStore(Connector):
 
     def load(self, hashes: Sequence[str], places: Sequence[LayerTensors]) -> int:
         """Read the longest stored prefix of *hashes* into *places*; return its page count."""
-
-        def get() -> int:
-            return len(self.client.get_chunks(self.keys_of(digests_of(hashes)), places))
-
-        read, size = self.guard(get, 0), self._pool.page_size
+        get, size = self.client.get_chunks, self._pool.page_size
+        read = self.guard(lambda: len(get(self.keys_of(digests_of(hashes)), places)), 0)
         self.note_load(size * len(hashes), Prefix(size * read, size * read), reason="")
         return read
 
@@ -398,11 +394,10 @@ class PageStore(Connector):
 class AuxPoolStore(Connector):
     """Stores and loads pages of one auxiliary pool, by the hashes of their KV.
 
-    Thread-safe; never raises after construction. ``is_own``: every rank stores its own pages.
+    Thread-safe. Only creation raises: ModelError. ``is_own``: every rank stores its own pages.
     """
 
     def __init__(self, pool: HostPool, name: str, rank: RankInfo, settings: PageSettings) -> None:
-        """Raises ModelError for unsupported pools."""
         self._pool = pool
         self.is_own = not rank.is_mla or name == STATES
         self.page_size: int = pool.page_size

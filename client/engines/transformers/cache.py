@@ -89,10 +89,8 @@ class StateShape:
     def packed(self, cache: Cache) -> Tensor:
         """Return a copy of the state in *cache*, which has one prompt, uint8 (bytes,)."""
         layer = cache.layers[self.layer]
-        pieces = [getattr(layer, piece.states)[piece.number][0] for piece in self.pieces]
-        return torch.cat(
-            [one.detach().contiguous().reshape(-1).view(torch.uint8) for one in pieces]
-        )
+        pieces = [getattr(layer, one.states)[one.number][0].detach() for one in self.pieces]
+        return torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in pieces])
 
     def unpack(self, cache: Cache, data: Tensor) -> None:
         """Copy *data*, uint8 (prompts, bytes), into *cache*."""
@@ -327,10 +325,6 @@ class Held:
             return []
         parts = [part.narrow(-2, start - first, span[1] - start) for part in held]
         return parts if len(parts) == len(shape.widths) else [torch.cat(parts, -1)]
-
-    def chunk(self, shape: CacheShape, layout: KVLayout, span: Span) -> Nested:
-        """Return views of the chunk at *span*, without windows and states not kept at its end."""
-        return shape.chunk(layout, lambda layer: self.cut(layer, span))
 
     def fill(self, cache: Cache, shape: CacheShape, tokens: int) -> None:
         """Extend *cache* to the first *tokens* of these; an empty DynamicCache adopts them."""

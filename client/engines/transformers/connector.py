@@ -124,9 +124,8 @@ class TransformersConnector(Connector):
     def reset(self, revision: str | None = None) -> None:
         """Stop loading earlier chunks, because the model's weights have changed.
 
-        *revision*, a commit or a digest, names the new weights beside the client's model identity:
-        connectors with the same one share; without it none do. Raises InvalidRequestError for an
-        ambiguous revision.
+        *revision*, a commit or a digest (else InvalidRequestError), names the new weights beside
+        the client's model identity: connectors with the same one share; without it none do.
         """
         if revision is not None and not is_exact(revision):
             fix = "give a commit or a digest of the weights, or nothing"

@@ -217,7 +217,8 @@ def check_resumable(model: PreTrainedModel, shape: CacheShape, identity: Model) 
     def error(without: str = "") -> float:
         """Return the error after a stored chunk, with the states named *without* zeroed."""
         held, cache = Held.empty(shape, [span], model.device), DynamicCache(config=model.config)
-        caches.copy(held.chunk(shape, KVLayout.of(identity, span[1]), span), chunk)
+        out = shape.chunk(KVLayout.of(identity, span[1]), lambda layer: held.cut(layer, span))
+        caches.copy(out, chunk)
         held.fill(cache, shape, span[1])
         for state in shape.states if without else ():
             for tensor in getattr(cache.layers[state.layer], without).values():
@@ -267,9 +268,7 @@ def _weights(model: PreTrainedModel, stated: str) -> Weights:
     if weights and weights.folder and _is_in(model, weights.folder, every=every):
         return weights
     found = weights_digest(model, 0 if every else SAMPLED)
-    revision = f"{named}+{found}" if named else found
-    if stated not in ("", named):
-        revision = f"{stated}+{revision}"
+    revision = "+".join(filter(None, ["" if stated == named else stated, named, found]))
     return Weights(shared.short_name(name or model.config.model_type), revision)
 
 
@@ -339,10 +338,7 @@ class WeightsWatch:
         self._now = NO_CHANGE
 
     def current(self) -> WeightsChange:
-        """Return the current weights, named for autocast, too, after a check of them.
-
-        Raises InvalidRequestError in training.
-        """
+        """Return the weights and autocast of now. Raises InvalidRequestError in training."""
         if self._model.training:
             fix = "call model.eval(): dropout makes its KV random"
             raise InvalidRequestError("model", "in training mode", fix)

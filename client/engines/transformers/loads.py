@@ -183,8 +183,7 @@ class PrefixLoad:
 
     With ``in_layers`` exact copies load layer by layer if that saves enough, by the rates of the
     link and the connector's ``learned``: it saves the shorter of transfer and compute. Each layer
-    is verified before the model uses it. If one is late or damaged, the forward is aborted and
-    repeated after the chunks that are valid in all layers.
+    is verified before the model uses it.
     """
 
     def __init__(self, link: Link, call: Call, tokens: Sequence[int], cache: Cache) -> None:
@@ -272,10 +271,10 @@ class PrefixLoad:
         self._began_s = time.monotonic()
 
         def out(at: int, layout: KVLayout) -> Nested:
-            return held.chunk(shape, layout, spans[first + at])
+            return shape.chunk(layout, partial(held.cut, span=spans[first + at]))
 
         def outs() -> list[Nested]:
-            return [held.chunk(shape, self._layout(span), span) for span in spans]
+            return [shape.chunk(self._layout(span), partial(held.cut, span=span)) for span in spans]
 
         if link.staging is not None:
             stated = link.staging.read(client, wanted, out, least)
