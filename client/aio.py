@@ -8,11 +8,17 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Callable, Coroutine, Generator
-from contextlib import AbstractContextManager, suppress
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Coroutine, Generator
+from contextlib import (
+    AbstractAsyncContextManager,
+    AbstractContextManager,
+    AsyncExitStack,
+    asynccontextmanager,
+    suppress,
+)
 from contextvars import copy_context
 from functools import partial, update_wrapper
-from typing import Any, Concatenate, Generic, ParamSpec, Self, TypeVar
+from typing import Any, Concatenate, ParamSpec, Self, TypeVar
 
 from kvstore.client.chunk_reads import STOPPED
 from kvstore.client.client import MAX_WAIT_S, Client, Keys, Tokens
@@ -95,34 +101,22 @@ def iterated(
     return run
 
 
-class Entered(Generic[C]):
-    """An async context manager over the object that *call* returns, whose own methods block."""
+def entered(
+    call: Callable[Concatenate[Client, P], C],
+) -> Callable[Concatenate[AsyncClient, P], AbstractAsyncContextManager[C]]:
+    """Return *call*, for ``async with`` over what it returns, whose own methods block."""
 
-    def __init__(self, call: Callable[[], C]) -> None:
-        self._call = call
-        self._entered: C
-
-    async def __aenter__(self) -> C:
+    async def run(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> AsyncIterator[C]:
         def undo(one: C) -> None:
             one.__exit__(asyncio.CancelledError, asyncio.CancelledError(), None)
 
-        self._entered = await settled(self._call, undo=undo)
-        return self._entered
-
-    async def __aexit__(self, *error: Any) -> None:
-        await settled(partial(self._entered.__exit__, *error), always=True)
-
-
-def entered(
-    call: Callable[Concatenate[Client, P], C],
-) -> Callable[Concatenate[AsyncClient, P], Entered[C]]:
-    """Return *call*, for ``async with``."""
-
-    def run(self: AsyncClient, /, *args: P.args, **kwargs: P.kwargs) -> Entered[C]:
-        return Entered(partial(call, self.sync, *args, **kwargs))
+        one = await settled(partial(call, self.sync, *args, **kwargs), undo=undo)
+        async with AsyncExitStack() as stack:
+            stack.push_async_exit(lambda *why: settled(partial(one.__exit__, *why), always=True))
+            yield one
 
     update_wrapper(run, call)
-    return run
+    return asynccontextmanager(run)
 
 
 class AsyncClient:

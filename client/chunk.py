@@ -65,8 +65,8 @@ def to_array(tensor: TensorLike) -> Part:
         if not tensor.dtype.isnative:
             raise LayoutMismatchError("dtype", str(tensor.dtype), "give native byte order")
         return tensor
-    if not type(tensor).__module__.startswith("torch"):
-        raise LayoutMismatchError("tensor", type(tensor).__name__, "give numpy or torch tensors")
+    if not (type(tensor).__module__.startswith("torch") and hasattr(tensor, "layout")):
+        raise LayoutMismatchError("tensors", type(tensor).__name__, "give numpy or torch tensors")
     import torch
 
     if tensor.device.type != "cpu" or tensor.layout is not torch.strided:
@@ -221,14 +221,11 @@ def layer_arrays(
         raise LayoutMismatchError("tensors", type(parts).__name__, _FORM)
     found: list[AnyPart] = []
     for part in parts:
+        found.append(part if isinstance(part, BlockPart) else to_array(part))
         if dtype is not None:
-            if not hasattr(part, "dtype"):
-                fix = "give numpy or torch tensors"
-                raise LayoutMismatchError("tensors", type(part).__name__, fix)
             stated = stated_dtype(part.dtype)
             if stated is not None and stated is not dtype:
                 raise LayoutMismatchError("dtype", stated.name, f"give {dtype.name}")
-        found.append(part if isinstance(part, BlockPart) else to_array(part))
     return found
 
 
@@ -266,16 +263,14 @@ def group_array(name: str, tensor: Any, group: LayerGroup) -> Part:
 
     Raises LayoutMismatchError unless it has the dtype of *group*.
     """
-    if not hasattr(tensor, "dtype"):
-        raise LayoutMismatchError(name, type(tensor).__name__, "give numpy or torch tensors")
-    stated = stated_dtype(tensor.dtype)
-    if stated is not None and stated is not group.dtype:
-        raise LayoutMismatchError(name, stated.name, f"give {group.dtype.name}")
     try:
         array = to_array(tensor)
     except LayoutMismatchError as error:
         fix = "give a tensor on the CPU, in native byte order"
         raise LayoutMismatchError(name, str(error), fix) from None
+    stated = stated_dtype(tensor.dtype)
+    if stated is not None and stated is not group.dtype:
+        raise LayoutMismatchError(name, stated.name, f"give {group.dtype.name}")
     if array.dtype.itemsize != group.dtype.item_bytes or array.dtype.kind not in "uif":
         raise LayoutMismatchError(name, str(array.dtype), f"give {group.dtype.name}")
     return array

@@ -71,7 +71,7 @@ def put_whole(
 
     def work(transport: Transport, left_ms: LeftMs) -> list[Put]:
         session, important = transport.session, list[tuple[Chunk, int]]()
-        packed(list(map(_KEY, chunks)), session.terms.namespace)
+        packed(list(map(_KEY, chunks)), session.namespace)
         outgoing = []
         for chunk in chunks:
             outgoing.append(_outgoing(session, chunk, shard))
@@ -117,7 +117,7 @@ def put_by_layers(
     most = MAX_OPEN_BATCHES * transport.session.terms.max_batch_chunks
     if not 1 <= len(chunks) <= most:
         raise InvalidRequestError("chunks", len(chunks), f"give 1 to {most} in one put")
-    packed([one.key for one in chunks], transport.session.terms.namespace)
+    packed([one.key for one in chunks], transport.session.namespace)
     templates = [
         _template(transport.session, one, KVLayout.of(link.model, one.tokens)) for one in chunks
     ]
@@ -146,10 +146,10 @@ def layout_of(chunk: Chunk, model: Model, layers: Span | None = None) -> KVLayou
             fix = "make it with KVLayout.of this client's Model"
             raise LayoutMismatchError("layout", chunk.layout, fix)
         return chunk.layout
-    number = 0
-    for group in model.layer_groups:
-        if layers is not None and not has_any(group, layers):
-            continue
+    groups = model.layer_groups
+    if layers is not None:
+        groups = tuple(group for group in groups if has_any(group, layers))
+    for number, group in enumerate(groups):
         if group.kind not in END_KINDS:
             try:
                 tokens = int(chunk.tensors[number][0][0].shape[1])
@@ -158,7 +158,6 @@ def layout_of(chunk: Chunk, model: Model, layers: Span | None = None) -> KVLayou
                 fix = "give components, layers, parts of (kv_heads, tokens, head_dim)"
                 raise LayoutMismatchError("tensors", given, fix) from None
             return KVLayout.of(model, tokens)
-        number += 1
     fix = "give it: without attention layers the tensors do not determine it"
     raise LayoutMismatchError("layout", None, fix)
 
@@ -183,7 +182,7 @@ def _weigh(
     weights = [chunk.weights(tokens) for chunk, tokens in chunks]
     if not terms.weighs:
         return
-    digests = packed([chunk.key for chunk, _ in chunks], terms.namespace)
+    digests = packed([chunk.key for chunk, _ in chunks], session.namespace)
     for first, some in digest_batches(digests, terms.max_batch_chunks):
         request = pb.WeighRequest(
             session_id=terms.session_id,

@@ -81,7 +81,7 @@ def read_prefix(link: ServerLink, request: ChunkRequest) -> list[Decoded]:
     def work(transport: Transport, left_ms: LeftMs) -> list[Decoded]:
         is_first = not next(tries)
         session, keys, leases = transport.session, request.keys, request.leases
-        limit, digests = session.terms.max_batch_chunks, packed(keys, session.terms.namespace)
+        limit, digests = session.terms.max_batch_chunks, packed(keys, session.namespace)
         most = request.most or max(1, len(keys))
         found: list[Decoded] = []
         while True:
@@ -175,9 +175,9 @@ def _layers_arriving(
     """Yield the frames of up to MAX_OPEN_BATCHES batches. Each batch is a stream, which *stack*
     ends.
     """
-    terms, left_ms = transport.session.terms, Until(request.deadline_ms).left_ms
-    limit, keys = terms.max_batch_chunks, request.keys
-    digests = packed(keys, terms.namespace)
+    session, left_ms = transport.session, Until(request.deadline_ms).left_ms
+    limit, keys = session.terms.max_batch_chunks, request.keys
+    digests = packed(keys, session.namespace)
     # Rows are named by chunk index over the whole read, so several batches fetch all rows.
     skipped = request.skipped if len(keys) <= limit else None
     (lease_id,) = request.leases or (0,)
@@ -230,7 +230,7 @@ def read_frame(
         session, deadline_ms = transport.session, left_ms()
         request = pb.GetRequest(
             session_id=session.terms.session_id,
-            digests=packed([key], session.terms.namespace),
+            digests=packed([key], session.namespace),
             deadline_ms=deadline_ms,
             min_accuracy=accuracy_number(accuracy),
         )

@@ -31,7 +31,7 @@ from kvstore.client.kv import (
     first_tokens,
     kv_of,
 )
-from kvstore.client.lookups import Lease, look_up, prefix_plan, viewer
+from kvstore.client.lookups import Lease, look_up, prefix_plan
 from kvstore.client.options import (
     MAX_DEADLINE_MS,
     MAX_NAME_CHARS,
@@ -74,7 +74,6 @@ LAYERED_PUT_S = 60.0
 MAX_TTL_S = ((1 << 32) - 1) / 1000
 MAX_PIN_S = 86_400.0
 MAX_WAIT_S = MAX_HANDOVER_MS / 2000
-_TENSORS = attrgetter("tensors")
 
 Tokens: TypeAlias = Sequence[int] | None
 Keys: TypeAlias = Sequence[ChunkKey] | None
@@ -98,8 +97,7 @@ class Client:
 
     def __init__(self, address: str, model: Model, options: ClientOptions | None = None) -> None:
         check_address(address)
-        if not isinstance(model, Model):
-            raise InvalidRequestError("model", type(model).__name__, "give a kvstore.Model")
+        check_kind("model", model, Model)
         check_kind("options", options, ClientOptions, or_none=True)
         self.model = model
         self.options = options or ClientOptions()
@@ -148,7 +146,7 @@ class Client:
     @property
     def namespace(self) -> Namespace:
         """The first half of every key of this client; opens a session if there is none."""
-        return self._link.connected().session.terms.namespace
+        return self._link.connected().session.namespace
 
     @property
     def transport_name(self) -> str:
@@ -158,7 +156,7 @@ class Client:
     @property
     def boot_id(self) -> int:
         """The id of the server's start that the session belongs to."""
-        return self._link.connected().session.terms.boot_id
+        return self._link.connected().session.terms.server.boot_id
 
     @property
     def is_connected(self) -> bool:
@@ -177,9 +175,8 @@ class Client:
         return transport is not None and transport.session.terms.weighs
 
     def end_if_hung(self) -> bool:
-        """Whether the server hangs; if so, waiting calls fail now, as if it were late.
-
-        A busy server does not hang. Takes some 20 ms, or 250 ms without a session.
+        """Whether the server hangs, not just is busy; if so, waiting calls fail now, as if it were
+        late. Takes some 20 ms, or 250 ms without a session.
         """
         return self._link.end_if_hung()
 
@@ -207,7 +204,7 @@ class Client:
         if (tokens is None) == (keys is None):
             raise InvalidRequestError("keys", keys, "give either tokens or keys")
         if tokens is not None:
-            return self._names(self._link.connected(left_ms).session.terms.namespace, tokens)
+            return self._names(self._link.connected(left_ms).session.namespace, tokens)
         if not isinstance(keys, Sequence):
             raise not_keys(keys)
         return keys
@@ -303,24 +300,13 @@ class Client:
     def lease(
         self, tokens: Tokens = None, *, keys: Keys = None, accuracy: Accuracy = Accuracy.exact
     ) -> Lease:
-        """Look a prompt up and keep its ready chunks from eviction until the lease is released.
-
-        Views and gets of the lease have *accuracy* or better, too.
+        """Look a prompt up and keep its ready chunks, of *accuracy* or better, from eviction until
+        the lease is released.
         """
         names = self._named(tokens, keys)
         request = pb.LookupRequest(lease=True, places=True, min_accuracy=accuracy_number(accuracy))
         found = look_up(self._link, names, request, self.options.deadline_ms)
-        ready = names[: found.match.ready]
-        leases, deadline_ms = found.match.leases, self.options.deadline_ms
-
-        def read(
-            some: Sequence[ChunkKey], out: Sequence[LayerTensors] | None
-        ) -> list[ChunkTensors]:
-            target, shard = chunk_reads.target_in(some, out), self.options.shard
-            request = ChunkRequest(some, target, accuracy, deadline_ms, leases, shard)
-            return list(map(_TENSORS, chunk_reads.read_prefix(self._link, request)))
-
-        return Lease(ready, found.match, read, self._link.release, viewer(found, ready))
+        return Lease(self._link, names, found, accuracy)
 
     def get_layers(
         self,
@@ -356,9 +342,8 @@ class Client:
         timeout: float = LAYERED_PUT_S,
         hints: Hints = NO_HINTS,
     ) -> LayeredPut:
-        """Begin to store a prompt layer by layer, as the engine finishes them; see LayeredPut.
-
-        It has the chunks of ``put``. The whole put has to end within *timeout* seconds.
+        """Begin to store the chunks of ``put`` layer by layer, as the engine finishes them; see
+        LayeredPut. The whole put has to end within *timeout* seconds.
         """
         prompt = self._prompt(tokens, None, start)
         chunks = [
@@ -397,7 +382,7 @@ class Client:
         found = chunk_reads.read_prefix(self._link, request)
         if stated is not None:
             stated[:] = [one.header.stated for one in found]
-        return list(map(_TENSORS, found))
+        return list(map(attrgetter("tensors"), found))
 
     def put_chunks(
         self,
@@ -437,10 +422,7 @@ class Client:
         timeout: float = LAYERED_PUT_S,
         hints: Hints = NO_HINTS,
     ) -> LayeredPut:
-        """Begin to store *chunks* layer by layer, as ``put_layers``.
-
-        The frames wait in memory of this process until they are whole.
-        """
+        """Begin to store *chunks* as ``put_layers``. Frames wait in memory until they are whole."""
         terms = PutTerms(durable, self._deadline_ms(timeout), hints)
         return put_by_layers(self._link, chunks, terms)
 
@@ -491,10 +473,7 @@ class Client:
         return segments.find_segments(self._link, named, len(tokens), query)
 
     def report_reuse(self, report: ReuseReport) -> GateView:
-        """Report the outcome of one blended request; see ``client/blend/gate.py``.
-
-        Return the gate afterwards. Raises InvalidRequestError, which names the invalid field.
-        """
+        """Report the outcome of one blended request (``client/blend/gate.py``); return the gate."""
         return segments.report_reuse(self._link, report)
 
     # --- pins and deletes
@@ -529,9 +508,8 @@ class Client:
         return sum(reply.deleted for reply in replies)
 
     def clear(self, tier: str = "", *, dry_run: bool = False) -> int:
-        """Delete every chunk of this client's namespace that is not being read; return how many.
-
-        With *tier* only the copies there are deleted; with *dry_run* they are only counted.
+        """Delete every chunk of this client's namespace that is not being read, or only its copies
+        on *tier*; return how many. With *dry_run* they are only counted.
         """
         check_text("tier", tier, MAX_NAME_CHARS)
         request = pb.ClearRequest(tier=tier, dry_run=dry_run, deadline_ms=self.options.deadline_ms)
@@ -547,9 +525,8 @@ class Client:
     def stat(
         self, tokens: Tokens = None, *, keys: Keys = None, ranks: bool = False
     ) -> list[ChunkStat]:
-        """Return the state of those chunks that exist.
-
-        With *ranks*, for 16 chunks at most, also how many others each tier would evict before.
+        """Return the state of those chunks that exist; with *ranks*, for 16 chunks at most, also
+        how many others each tier would evict before.
         """
         request = pb.StatRequest(ranks=bool(ranks))
         replies = self._link.call_keys("Stat", request, self._named(tokens, keys), pb.StatResponse)
@@ -558,10 +535,8 @@ class Client:
     def list(
         self, limit: int = 0, *, after: bytes = b"", prefix: bytes = b""
     ) -> Sequence[ChunkStat]:
-        """Return the chunks of this client's namespace, at most *limit* unless 0.
-
-        They are sorted by digest: those past the digest *after*, for paging, and those that begin
-        with *prefix*.
+        """Return the chunks of this client's namespace, at most *limit* unless 0, sorted by digest:
+        those past the digest *after*, for paging, and that begin with *prefix*.
         """
         if not is_whole(limit) or not 0 <= limit < 1 << 32:
             raise InvalidRequestError("limit", limit, "give 0 to 2^32-1")
@@ -574,9 +549,7 @@ class Client:
         self, key: ChunkKey, *, accuracy: Accuracy = Accuracy.exact
     ) -> tuple[FrameHeader, bytes] | None:
         """Return a chunk's frame as stored on a tier, completely verified; None without one.
-
-        Raises ChunkCorruptError or InvalidFrameError for a damaged frame, and reports it to the
-        server.
+        Reports a damaged one to the server, and raises ChunkCorruptError or InvalidFrameError.
         """
         return chunk_reads.read_frame(self._link, key, accuracy)
 

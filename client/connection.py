@@ -41,7 +41,7 @@ _NO_METHOD = "/kvstore.v1.KVStore/NoMethod"
 """The thread that reads calls refuses it: it waits in no queue and costs next to nothing."""
 _TRACE_API = "opentelemetry.trace"
 
-C = TypeVar("C", bound="Pooled")
+C = TypeVar("C", bound="_Pooled")
 T = TypeVar("T")
 Metadata: TypeAlias = "tuple[tuple[str, str], ...] | None"
 
@@ -62,10 +62,7 @@ class Connection:
         access: Access = OPEN,
         usual_ms: int = 0,
     ) -> None:
-        """Connects later. *usual_ms*: see CircuitBreaker.
-
-        Raises InvalidRequestError for unusable *access*.
-        """
+        """Connects later. *usual_ms*: see CircuitBreaker. Raises as ``Access.open``."""
         self.address = address
         self.clock = clock
         self._process = FORKS.process
@@ -152,9 +149,8 @@ class Connection:
     def begin_stream(
         self, method: str, request: Any, deadline_ms: int, *, is_idle: bool = False
     ) -> Any:
-        """Call *method*; ``next_of`` returns its replies. Pair with ``end_stream``.
-
-        An idle stream may wait for ever: a fork ends it at once.
+        """Call *method*; ``next_of`` returns its replies. Pair with ``end_stream``. *is_idle* as
+        for ``Forks.begin``.
         """
         FORKS.check(self._process, "the connection")
         self.breaker.check()
@@ -197,10 +193,7 @@ class Connection:
 
     def answers(self, within_s: float) -> bool:
         """Return whether the server replies, if only by a refusal, within *within_s*, at most
-        WAITED_FOR_MS.
-
-        True for an unreachable server: its calls fail by themselves. The wait for a fork is not
-        counted against the server.
+        WAITED_FOR_MS. True for an unreachable one, whose calls fail by themselves, and in a fork.
         """
         FORKS.check(self._process, "the connection")
         within_s = min(within_s, WAITED_FOR_MS / 1000)
@@ -289,19 +282,15 @@ class Until:
         With no time left it returns *least_ms*, or raises DeadlineError if that is 0.
         """
         left = self.deadline_ms - round(1000 * (self.clock() - self.since_s))
-        if left < 1:
-            if not least_ms:
-                text = f"deadline_ms={self.deadline_ms} passed before the next request"
-                raise DeadlineError(text)
-            return least_ms
-        return left
+        if left < 1 and not least_ms:
+            raise DeadlineError(f"deadline_ms={self.deadline_ms} passed before the next request")
+        return max(left, least_ms)
 
 
 class CircuitBreaker:
-    """Open for *retry_after_ms* after the server did not answer, so that a dead one costs once.
-
-    Thread-safe. *clock* returns monotonic seconds. A late call opens it once calls have waited for
-    half of *usual_ms* since the last answer, as a short timeout is weak evidence.
+    """Open for *retry_after_ms* after the server did not answer, so that a dead one costs once; of
+    late calls, once they have waited for half of *usual_ms* since the last answer, as a short
+    timeout is weak evidence. Thread-safe. *clock* returns monotonic seconds.
     """
 
     def __init__(self, retry_after_ms: int, clock: Callable[[], float], usual_ms: int = 0) -> None:
@@ -345,9 +334,7 @@ class CircuitBreaker:
         return is_silent
 
     def record_call(self, error: DeadlineError, granted_ms: int) -> None:
-        """Record a failed call whose requests had *granted_ms* in all: without any answer since one
-        of them was late, all of that counts.
-        """
+        """Record a call that failed in *granted_ms*: they count if no answer came since."""
         if self._late_s and granted_ms / 1000 >= self._opens_after_s:
             self.record(error)
 
@@ -357,25 +344,18 @@ class CircuitBreaker:
             self.record(None)
 
 
-class Pooled(Protocol):
-    """A connection of a Pool."""
-
-    def is_broken(self) -> bool:
-        """Whether the idle connection has become unusable."""
-
-    def wake(self, error: KVStoreError) -> None:
-        """Fail the call that waits on it with *error*. For any thread."""
-
-    def close(self) -> None:
-        """Close the connection."""
+class _Pooled(Protocol):
+    def is_broken(self) -> bool: ...  # while it was idle
+    def wake(self, error: KVStoreError) -> None: ...  # fail its call; any thread may
+    def close(self) -> None: ...
 
 
 class Pool(Generic[C]):
     """Up to *limit* connections of one session, for one call at a time each. Thread-safe.
 
-    *dial* connects one within the seconds it is given, *dial_s* at most, and passes it to its
-    callback before it waits for the server, so that ``hang_up`` can end the wait. After a failure
-    calls do not dial: a thread does, at most once per *rest_s*.
+    *dial* connects one within the seconds it is given, *dial_s* at most, and first passes it to its
+    callback, so that ``hang_up`` can end the wait. After a failure a thread dials, not calls, at
+    most once per *rest_s*.
     """
 
     def __init__(
@@ -408,10 +388,9 @@ class Pool(Generic[C]):
         """
         while self.idle:
             with self._lock:
-                one = self.idle.pop() if self.idle else None
-                if one is None:
+                if not self.idle:
                     break
-                self.busy.add(one)
+                self.busy.add(one := self.idle.pop())
             if not one.is_broken():
                 return one
             self.give_back(one, is_clean=False)
@@ -456,17 +435,17 @@ class Pool(Generic[C]):
                 if self._is_closed:
                     one.wake(KVStoreError("the client is closed"))
 
-        is_made = False
         try:
             made = self._dial(within_s, begin)
-            is_made = True
-        finally:
+        except BaseException:
             with self._lock:
-                self._has_failed = not is_made
+                self._has_failed = True
                 if not begun:
                     self._dialling -= 1
-                if not is_made:
-                    self.busy.difference_update(begun)
+                self.busy.difference_update(begun)
+            raise
+        with self._lock:
+            self._has_failed = False
         return made
 
     def is_ready(self) -> bool:

@@ -26,7 +26,7 @@ from kvstore.client.client import Client
 from kvstore.client.device_reads import DeviceReader, Reading, Registration, Run
 from kvstore.client.frames import Arrival, FrameAssembler
 from kvstore.client.server_link import LeftMs, batches, digest_batches, packed
-from kvstore.client.session import Session, SessionTerms
+from kvstore.client.session import Session
 from kvstore.client.transports.base import (
     Put,
     ReadPlan,
@@ -62,7 +62,7 @@ MAX_FRAMES = 64
 logger = structlog.get_logger(__name__)
 
 
-def open_arena(terms: SessionTerms, slabs: Slabs) -> Imported:
+def open_arena(terms: pb.OpenSessionResponse, slabs: Slabs) -> Imported:
     """Map the memory of the server's gpu tier.
 
     Raises TierUnavailableError when it has none, or its device is not visible here.
@@ -102,11 +102,9 @@ class DeviceRing:
         """Request, once a session, that the server map it; return why it does not, or ""."""
         session_id = transport.session.terms.session_id
         with self._lock:
-            reason = self._answers.get(session_id)
-            if reason is None:
-                reason = self._offer(transport)
-                self._answers = {session_id: reason}  # one client, one session at a time
-        return reason
+            if session_id not in self._answers:  # one client, one session at a time
+                self._answers = {session_id: self._offer(transport)}
+            return self._answers[session_id]
 
     def _offer(self, transport: ShmTransport) -> str:
         terms, identity = transport.session.terms, self.device.identity
@@ -381,9 +379,9 @@ def _arriving(
     arrived: Callable[[], None],
 ) -> Iterator[Run]:
     """Yield frames as they arrive, a batch at a time; *stack* ends the leases of all."""
-    terms, count = transport.session.terms, 0
-    digests = packed(reading.keys, terms.namespace)
-    for first, some in digest_batches(digests, terms.max_batch_chunks):
+    session, count = transport.session, 0
+    digests = packed(reading.keys, session.namespace)
+    for first, some in digest_batches(digests, session.terms.max_batch_chunks):
         if count < first:
             return
         arriving = transport.get_on_device(some, left_ms(), reading.reader, reading.least)

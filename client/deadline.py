@@ -189,8 +189,8 @@ class LevelledGet:
         check_by_layers(self._link)
         if not self._keys:
             return Levelled((), ())
-        terms = self._link.connected(self.left_ms).session.terms
-        packed(self._keys, terms.namespace)  # raises for keys of another namespace
+        session = self._link.connected(self.left_ms).session
+        packed(self._keys, session.namespace)  # raises for keys of another one
         load = partial(copy_context().run, self._load)  # with the caller's trace context
         threading.Thread(target=load, name="kvstore-levels", daemon=True).start()
         try:

@@ -57,8 +57,8 @@ class Forks:
         """When a call was last ended early, in monotonic seconds."""
 
     def watch(self, after_fork: Callable[[], None]) -> None:
-        """Call a method in each child, while its object lives: to release what is the parent's
-        without sending anything. No other thread runs then.
+        """Call a method in each child, while its object lives, before another thread runs: to
+        release what is the parent's without sending anything.
         """
         self._hooks.add(WeakMethod(after_fork, self._hooks.discard))
 
@@ -71,10 +71,8 @@ class Forks:
 
     @contextmanager
     def calling(self, within_s: float) -> Iterator[None]:
-        """Enter to make a call that ends within WAITED_FOR_MS.
-
-        Waits while the process forks, so compute the remaining deadline inside. Raises
-        DeadlineError when it still forks after *within_s*.
+        """Enter to make a call that ends within WAITED_FOR_MS. Waits while the process forks, so
+        compute the remaining deadline inside. Raises DeadlineError after *within_s*.
         """
         with self._changed:
             if self._is_grpc_lost:
@@ -92,9 +90,8 @@ class Forks:
                 changed.notify_all()
 
     def begin(self, make: Callable[[], Any], within_s: float, *, is_idle: bool = False) -> Any:
-        """Return the call that *make* begins; a fork ends it. Pair with ``end``.
-
-        Waits as ``calling`` does. An idle call may wait for ever: a fork ends it at once.
+        """Return the call that *make* begins; a fork ends it, an idle one, which may wait for ever,
+        at once. Waits as ``calling`` does. Pair with ``end``.
         """
         with self.calling(within_s):
             call = make()
@@ -126,14 +123,10 @@ class Forks:
             self._forking += 1
         self._cancel(self._idle)
         with self._changed:
-            is_quiet = self._changed.wait_for(
-                lambda: not self._running and not self._endable, GRACE_S
-            )
+            self._changed.wait_for(lambda: not self._running and not self._endable, GRACE_S)
         self._cancel(self._endable)
         with self._changed:
-            is_quiet = is_quiet or self._changed.wait_for(
-                lambda: not self._running, _ENDED_WITHIN_S
-            )
+            is_quiet = self._changed.wait_for(lambda: not self._running, _ENDED_WITHIN_S)
         self._was_quiet = is_quiet
         time.sleep(max(0.0, self._left_at + _LEAVING_S - time.monotonic()))
 
@@ -160,8 +153,7 @@ class Forks:
         self.process = os.urandom(PROCESS_BYTES)
         self.is_child = True
         for found in list(self._hooks):
-            hook = found()
-            if hook is not None:
+            if (hook := found()) is not None:
                 hook()
 
 

@@ -69,35 +69,35 @@ class OpenFile:
         os.close(self.descriptor)
 
 
+@dataclass(slots=True, eq=False)
 class FileFrame:
     """``size_bytes`` from *offset* of an open file of the disk tier.
 
     Every slice past the head is read anew, never mapped: a disk error under a mapping kills the
-    process (SIGBUS). Raises TierUnavailableError when the file cannot be read.
+    process (SIGBUS). Raises TierUnavailableError when the file cannot be read, InvalidRequestError
+    when it is shorter.
     """
 
-    __slots__ = ("_file", "_head", "_offset", "_size_bytes")
+    file: OpenFile
+    offset: int
+    size_bytes: int
+    _head: Bytes | None = None
 
-    def __init__(self, file: OpenFile, offset: int, size_bytes: int) -> None:
-        """Raise InvalidRequestError when the file is shorter."""
-        if offset + size_bytes > file.size_bytes:
-            raise InvalidRequestError(
-                "place", (offset, offset + size_bytes), f"the file has {file.size_bytes} bytes"
-            )
-        self._file = file
-        self._offset = offset
-        self._size_bytes = size_bytes
-        self._head: Bytes | None = None
+    def __post_init__(self) -> None:
+        place = self.offset, self.offset + self.size_bytes
+        if place[1] > self.file.size_bytes:
+            fix = f"the file has {self.file.size_bytes} bytes"
+            raise InvalidRequestError("place", place, fix)
 
     def __len__(self) -> int:
-        return self._size_bytes
+        return self.size_bytes
 
     def __getitem__(self, piece: slice) -> Bytes:
-        start, stop, _ = piece.indices(self._size_bytes)
+        start, stop, _ = piece.indices(self.size_bytes)
         if stop > HEAD_BYTES:
             return self._bytes(start, stop)
         if self._head is None:
-            self._head = self._bytes(0, min(HEAD_BYTES, self._size_bytes))
+            self._head = self._bytes(0, min(HEAD_BYTES, self.size_bytes))
         return self._head[start:stop]
 
     def decode_into(self, header: FrameHeader, out: AnyTensors) -> None:
@@ -108,7 +108,7 @@ class FileFrame:
         """
         RAW.check_header(header)
         pieces = pieces_in(header.layout, out, is_target=True)
-        sums = pieces and pieces[0].read(self._file.descriptor, self._offset, pieces[1])
+        sums = pieces and pieces[0].read(self.file.descriptor, self.offset, pieces[1])
         if pieces is None or sums is None:
             RAW.decode_by_layer(header, self, out)
         else:
@@ -116,10 +116,10 @@ class FileFrame:
 
     def _bytes(self, start: int, stop: int) -> Bytes:
         out = np.empty(max(0, stop - start), np.uint8)
-        at, done = self._offset + start, 0
+        at, done = self.offset + start, 0
         try:
             while done < len(out):
-                more = os.preadv(self._file.descriptor, [out[done:].data], at + done)
+                more = os.preadv(self.file.descriptor, [out[done:].data], at + done)
                 if not more:
                     raise TierUnavailableError("disk", f"its file ends at byte {at + done}")
                 done += more
@@ -456,8 +456,18 @@ class LayerStream:
         self._wanted_frames = min(self._wanted_frames, chunk)
 
     def _draw(self) -> None:
+        """Add the next reply, and wait for it without the lock."""
+        reply, self._held = self._held, None
         try:
-            reply = self._reply()
+            if reply is None:
+                self._is_drawing = True
+                self._changed.release()
+                try:
+                    reply = next(self._replies, None)
+                finally:
+                    self._changed.acquire()
+                    self._is_drawing = False
+                    self._changed.notify_all()
             if reply is None:
                 self._next = len(self._plan)
             else:
@@ -465,20 +475,6 @@ class LayerStream:
         except KVStoreError as error:
             self._error = error  # for the next waiting thread
             raise
-
-    def _reply(self) -> Arrival | None:
-        """Wait for the next reply, without the lock."""
-        if self._held is not None:
-            held, self._held = self._held, None
-            return held
-        self._is_drawing = True
-        self._changed.release()
-        try:
-            return next(self._replies, None)
-        finally:
-            self._changed.acquire()
-            self._is_drawing = False
-            self._changed.notify_all()
 
     def _add(self, reply: Arrival) -> None:
         data, offset = reply.data, reply.offset

@@ -9,12 +9,13 @@ from itertools import pairwise
 from typing import NamedTuple, Self
 
 from kvstore.client.chunk import LayerTensors
+from kvstore.client.chunk_reads import ChunkRequest, read_prefix, target_in
 from kvstore.client.forks import FORKS
 from kvstore.client.options import MAX_DEADLINE_MS
 from kvstore.client.planning import chunks_worth_loading
 from kvstore.client.server_link import LeftMs, ServerLink, batches, digest_batches, packed
 from kvstore.client.transports.base import Transport
-from kvstore.client.view import ChunkView, View
+from kvstore.client.view import ChunkView
 from kvstore.codecs.base import ChunkTensors
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -26,7 +27,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.messages import as_value
 from kvstore.proto.plans import NO_HINTS, EngineTerms, Hints, LoadPlan, PlanRange
-from kvstore.proto.types import DIGEST_BYTES, ChunkKey, Match
+from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChunkKey, Match
 
 
 class Found(NamedTuple):
@@ -47,14 +48,14 @@ def look_up(
     total_ms = min(deadline_ms + wanted.wait_ms, MAX_DEADLINE_MS)
 
     def work(transport: Transport, left_ms: LeftMs) -> Found:
-        terms = transport.session.terms
+        session, terms = transport.session, transport.session.terms
         request = pb.LookupRequest()
         request.CopyFrom(wanted)
         request.session_id = terms.session_id
         matches: list[Match] = []
         places: list[bytes] = []
         try:
-            digests, limit = packed(keys, terms.namespace), terms.max_batch_chunks
+            digests, limit = packed(keys, session.namespace), terms.max_batch_chunks
             for _, part in digest_batches(digests, limit):
                 request.digests, request.deadline_ms = part, left_ms()
                 request.wait_ms = max(0, wanted.wait_ms - (total_ms - request.deadline_ms))
@@ -76,14 +77,6 @@ def look_up(
         return Found(joined(matches, len(keys)), places, transport)
 
     return link.run(work, total_ms)
-
-
-def viewer(found: Found, keys: Sequence[ChunkKey]) -> View:
-    """Return the views of the leased *keys* in the server's memory, by index."""
-    limit = found.transport.session.terms.max_batch_chunks
-    pairs = zip(found.places, batches(keys, limit), strict=False)  # the last may have none ready
-    views = [found.transport.viewer(rows, some) for rows, (_, some) in pairs]
-    return views[0] if len(views) == 1 else lambda index: views[index // limit](index % limit)
 
 
 def match_from_message(message: pb.LookupResponse, requested: int) -> Match:
@@ -120,9 +113,8 @@ def _plan_from_message(message: pb.LookupResponse, requested: int) -> LoadPlan |
 
 
 def joined(matches: Sequence[Match], requested: int) -> Match:
-    """Return the match of *requested* chunks; all of *matches* but the last are entirely ready.
-
-    It has no plan unless they were one request.
+    """Return the match of *requested* chunks, all ready in *matches* but the last; without a plan
+    unless they were one request.
     """
     first, last = matches[0], matches[-1]
     if first.ready + first.pending + first.missing == requested:
@@ -142,9 +134,8 @@ def joined(matches: Sequence[Match], requested: int) -> Match:
 
 
 def prefix_plan(match: Match, chunk_tokens: int, chunks: int, engine: EngineTerms) -> LoadPlan:
-    """Plan a prompt of several batches: load from its start, compute the rest.
-
-    A server plans one batch at most. Never slower than to compute all.
+    """Plan a prompt of several batches, of which a server plans only one: load from its start,
+    compute the rest. Never slower than to compute all.
     """
     tokens, prefill = engine.prompt_tokens, engine.prefill
     spans = [(at * chunk_tokens, min((at + 1) * chunk_tokens, tokens)) for at in range(match.ready)]
@@ -188,18 +179,17 @@ class Lease(Held):
     """``keys`` are the chunks that ``match`` has ready. Leave the ``with`` to release them."""
 
     def __init__(
-        self,
-        keys: Sequence[ChunkKey],
-        match: Match,
-        read: Callable[[Sequence[ChunkKey], Sequence[LayerTensors] | None], list[ChunkTensors]],
-        release: Callable[[Sequence[int], Hints], None],
-        view: View,
+        self, link: ServerLink, keys: Sequence[ChunkKey], found: Found, accuracy: Accuracy
     ) -> None:
-        super().__init__(match.leases, release)
-        self.match = match
-        self.keys = list(keys)
-        self._read = read
-        self._view = view
+        """*found*: the match and the places of the prompt with *keys*."""
+        super().__init__(found.match.leases, link.release)
+        self.match = found.match
+        self.keys = list(keys[: self.match.ready])
+        self._link = link
+        self._accuracy = accuracy
+        self._limit = found.transport.session.terms.max_batch_chunks
+        runs = zip(found.places, batches(self.keys, self._limit), strict=False)  # none in the last
+        self._views = [found.transport.viewer(rows, some) for rows, (_, some) in runs]
 
     def view(self, index: int) -> ChunkView | None:
         """Return a view of the chunk of ``keys[index]`` in the server's memory.
@@ -209,11 +199,10 @@ class Lease(Held):
         """
         FORKS.check(self._process, "the lease")
         if not is_whole(index) or not 0 <= index < len(self.keys):
-            fix = f"{len(self.keys)} chunks are leased"
-            raise InvalidRequestError("index", index, fix)
+            raise InvalidRequestError("index", index, f"{len(self.keys)} chunks are leased")
         if self._is_released:
             raise LeaseExpiredError(f"lease_id={self.match.lease_id}: released; lease again")
-        return self._view(index)
+        return self._views[index // self._limit](index % self._limit)
 
     def get(self, out: Sequence[LayerTensors] | None = None) -> list[ChunkTensors]:
         """Read the leased chunks, into *out* if given, as ``Client.get_chunks`` does.
@@ -223,4 +212,8 @@ class Lease(Held):
         FORKS.check(self._process, "the lease")
         if not self.keys:
             return []
-        return self._read(self.keys, out)
+        target, options = target_in(self.keys, out), self._link.options
+        request = ChunkRequest(
+            self.keys, target, self._accuracy, options.deadline_ms, self._leases, options.shard
+        )
+        return [one.tensors for one in read_prefix(self._link, request)]

@@ -65,9 +65,7 @@ class Access:
             object.__setattr__(self, "tls", True)
 
     def open(self, address: str, options: list[tuple[str, Any]]) -> grpc.Channel:
-        """Return a channel to *address*. Raises InvalidRequestError for unreadable files, or a
-        token that would be sent in plain text.
-        """
+        """Return a channel to *address*. Raises InvalidRequestError for unusable files or token."""
         options = [*options, _NO_PROXY]
         if not self.tls:
             if (self.token or self.token_file) and not self.insecure:
@@ -95,10 +93,9 @@ def check_address(address: str) -> None:
 
 
 class Bearer:
-    """The call metadata with the token. Thread-safe."""
+    """The call metadata with the token. Thread-safe. Raises InvalidRequestError for a wrong one."""
 
     def __init__(self, access: Access) -> None:
-        """Raises InvalidRequestError for an invalid token."""
         self._path = access.token_file
         self._metadata = _metadata(access.token) if access.token else None
         self._seen: tuple[int, int] | None = None
@@ -141,10 +138,9 @@ def _read(path: Path) -> bytes:
 def _certificates(name: str, path: Path | None) -> bytes | None:
     if path is None:
         return None
-    found = _read(path)
-    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    found, context = _read(path), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:  # of a file without any, gRPC says only that it knows no address
-        context.load_verify_locations(path)  # comments may be UTF-8
+        context.load_verify_locations(cadata=found.decode("ascii", "ignore"))  # comments may not be
     except (OSError, ValueError):
         raise InvalidRequestError(name, str(path), "give certificates in PEM") from None
     return found

@@ -13,7 +13,7 @@ from kvstore.client.chunk_reads import ChunkRequest, read_layers
 from kvstore.client.decode import Layer, fresh, given
 from kvstore.client.forks import FORKS
 from kvstore.client.lookups import Held
-from kvstore.client.server_link import LeftMs, ServerLink, batches
+from kvstore.client.server_link import LeftMs, ServerLink, batches, check_kind
 from kvstore.client.transports.base import Transport
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.blend import (
@@ -77,10 +77,9 @@ class FoundChunk:
 
 
 class SegmentMatch(Held):
-    """The stored chunks of a prompt's segments; leave the ``with`` to release them.
-
-    ``wanted`` are the segments of the whole prompt, including those between the given ranges, long
-    ones cut; ``found.segments`` has one for each. ``prompt_tokens`` is the prompt's length.
+    """The stored chunks of a prompt's segments; leave the ``with`` to release them. ``wanted`` are
+    the segments of the whole prompt, including those between the given ranges, long ones cut;
+    ``found.segments`` has one for each.
     """
 
     def __init__(
@@ -99,9 +98,7 @@ class SegmentMatch(Held):
 
     def chunks(self) -> Iterator[FoundChunk]:
         """Yield the chunks with a stored variant, in order."""
-        segments: Iterator[tuple[NamedSegment, ResolvedSegment]]
-        segments = zip(self.wanted, self.found.segments, strict=True)
-        for wanted, here in segments:
+        for wanted, here in zip(self.wanted, self.found.segments, strict=True):
             for chunk, one in zip(wanted.chunks, here.chunks, strict=True):
                 if one.variants:
                     yield FoundChunk(chunk, one.variants[0], one.is_exact, one.priority, here.ratio)
@@ -121,7 +118,7 @@ class SegmentMatch(Held):
         """
         FORKS.check(self._process, "the lease")
         transport, digests = self._link.connected(), [one.best.digest for one in chunks]
-        space = transport.session.terms.namespace
+        space = transport.session.namespace
         request = ChunkRequest(
             [chunk_key(space, digest) for digest in digests],
             fresh if out is None else given(out),
@@ -179,8 +176,7 @@ def find_segments(
 
 def report_reuse(link: ServerLink, report: ReuseReport) -> GateView:
     """See ``Client.report_reuse``."""
-    if not isinstance(report, ReuseReport):
-        raise InvalidRequestError("report", type(report).__name__, "give a ReuseReport")
+    check_kind("report", report, ReuseReport)
 
     def work(transport: Transport, left_ms: LeftMs) -> GateView:
         session_id, rest = transport.session.terms.session_id, ReuseReport(report.tag)

@@ -47,10 +47,8 @@ LeftMs = Callable[[], int]
 
 
 class ServerLink:
-    """A connection, a session with its transport, and threads. Thread-safe.
-
-    It holds no reference to the client, which closes it when the client is closed or collected, and
-    leaves it to the parent in a child. *counts* returns the counters of each heartbeat.
+    """A connection, a session with its transport, and threads. Thread-safe. *counts* returns the
+    counters of each heartbeat. It must not refer to the client: that is collected first.
     """
 
     def __init__(
@@ -97,10 +95,8 @@ class ServerLink:
             return self._connection
 
     def connected(self, left_ms: LeftMs | None = None) -> Transport:
-        """Return the transport of the session. Without one, open it within the deadline of the
-        options and the time left for the call.
-
-        Raises KVStoreErrors, one of them when closed.
+        """Return the transport of the session; open it within the deadline of the options and the
+        time left for the call. Raises KVStoreErrors, one of them when closed.
         """
         most_ms = self.options.deadline_ms
         left_ms = Until(most_ms if left_ms is None else min(left_ms(), most_ms)).left_ms
@@ -110,18 +106,17 @@ class ServerLink:
             if self._is_closed:
                 raise KVStoreError("the client is closed")
             if self.transport is None:
-                self.transport = self._connect(left_ms)
+                session = Session(
+                    self.connection, self.model, self.options, self._counts, left_ms()
+                )
+                try:
+                    self.transport = self._transport(session, left_ms)
+                except BaseException:
+                    session.run_last(session.close)  # in its thread: the caller need not wait
+                    raise
             return self.transport
         finally:
             self._lock.release()
-
-    def _connect(self, left_ms: LeftMs) -> Transport:
-        session = Session(self.connection, self.model, self.options, self._counts, left_ms())
-        try:
-            return self._transport(session, left_ms)
-        except BaseException:
-            session.run_last(session.close)  # in the session's thread: the caller need not wait
-            raise
 
     def _transport(self, session: Session, left_ms: LeftMs) -> Transport:
         wanted = self.options.transport
@@ -147,10 +142,8 @@ class ServerLink:
         return StreamTransport(session)
 
     def run(self, work: Callable[[Transport, LeftMs], T], deadline_ms: int | None = None) -> T:
-        """Run *work*; retry it once when a lease was lost: that of the session, which is opened
-        again, or of a chunk that was dropped between a lookup and the read.
-
-        It has *deadline_ms* in all, by default that of the options.
+        """Run *work* within *deadline_ms*, by default that of the options. Retry it once when a
+        lease was lost: that of the session, which is opened again, or of a chunk.
         """
         granted_ms = self.options.deadline_ms if deadline_ms is None else deadline_ms
         left_ms = Until(granted_ms).left_ms
@@ -195,13 +188,12 @@ class ServerLink:
 
     def end_if_hung(self) -> bool:
         """See ``Client.end_if_hung``."""
-        transport, connection = self.transport, self.connection
-        if transport is not None:
+        if (transport := self.transport) is not None:
             is_hung = transport.hangs()
         else:
-            is_hung = not connection.breaker.is_open and is_silent(connection)
+            is_hung = not self.connection.breaker.is_open and is_silent(self.connection)
         if is_hung:
-            (transport or connection).hang_up()
+            (transport or self.connection).hang_up()
         return is_hung
 
     def close(self) -> None:
@@ -215,9 +207,7 @@ class ServerLink:
         self.reader.close()
 
     def drop(self) -> None:
-        """Close in the session's thread: the garbage collector may call this, so it must not take
-        a lock or wait.
-        """
+        """Close in the session's thread: the garbage collector may not take a lock or wait."""
         transport = self.transport
         if transport is not None:
             transport.session.run_last(self.close)
@@ -246,7 +236,8 @@ class ServerLink:
         def work(transport: Transport, left_ms: LeftMs) -> list[T]:
             terms, replies = transport.session.terms, list[T]()
             request.session_id = terms.session_id
-            for _, some in digest_batches(packed(keys, terms.namespace), terms.max_batch_chunks):
+            digests = packed(keys, transport.session.namespace)
+            for _, some in digest_batches(digests, terms.max_batch_chunks):
                 request.digests = some
                 replies.append(self.call(method, request, reply, left_ms()))
             return replies
@@ -261,11 +252,11 @@ class ServerLink:
 
     def quarantine(self, transport: Transport, key: ChunkKey, left_ms: LeftMs) -> None:
         """Make the server check the chunk of *key*, which is wrong here, and delete it if damaged.
-        Without time left this is up to the next reader of the chunk.
+        Without time left this is up to its next reader.
         """
-        terms = transport.session.terms
+        session_id = transport.session.terms.session_id
         request = pb.DeleteRequest(
-            session_id=terms.session_id, digests=packed([key], terms.namespace), if_damaged=True
+            session_id=session_id, digests=key[DIGEST_BYTES:], if_damaged=True
         )
         with suppress(KVStoreError):
             self.call("Delete", request, pb.DeleteResponse, left_ms())

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple, Self
 
 from kvstore.client.forks import FORKS, EndedByForkError
@@ -29,10 +30,8 @@ PAGES_AHEAD = 16
 
 @dataclass(frozen=True, slots=True)
 class CopyStat:
-    """A copy of a chunk on a tier, as its codec wrote it.
-
-    With ``ranks`` only: by its ``policy`` the tier evicts ``before`` others first, or more with
-    ``at_least``, if the chunk was not among those ranked.
+    """A copy of a chunk on a tier. With ``ranks`` only: by its ``policy`` ``before`` others are
+    evicted first, or more with ``at_least``, if the chunk was not among those ranked.
     """
 
     tier: str
@@ -211,7 +210,7 @@ class EventPage:
     place: Place | None
 
 
-class EventStream:
+class EventStream(Iterator[EventPage]):
     """Pages without end: ``with client.events() as pages: for page in pages``.
 
     One thread iterates; any may ``close``, which ends it. Raises KVStoreErrors: then resume by
@@ -226,9 +225,6 @@ class EventStream:
         self._process = FORKS.process
         self._closed = False
 
-    def __iter__(self) -> Self:
-        return self
-
     def __next__(self) -> EventPage:
         FORKS.check(self._process, "the stream of events")
         is_lost = False
@@ -241,19 +237,16 @@ class EventStream:
                     page = page_from_message(message)
                     self._since = page.place
                     return page
-                self._end()
-            except LeaseExpiredError:
-                self._end()
-                if is_lost:
-                    raise
-                is_lost = True  # the server lost the session: try another, once
             except EndedByForkError:
-                self._end()
-            except KVStoreError:
+                pass
+            except KVStoreError as error:
                 self._end()
                 if self._closed:
                     raise StopIteration from None
-                raise
+                if is_lost or not isinstance(error, LeaseExpiredError):
+                    raise
+                is_lost = True  # the server lost the session: try another, once
+            self._end()
 
     def _begin(self, *, is_new: bool) -> None:
         if is_new:
@@ -310,9 +303,8 @@ def _event(event: pb.ChunkEvent) -> ChunkEvent:
 
 
 async def followed(stream: EventStream) -> AsyncGenerator[EventPage, None]:
-    """Yield the pages of *stream*, read by a thread of its own. Use with ``aclosing``.
-
-    Reading holds a thread all the time, and the event loop's own are few.
+    """Yield the pages of *stream*, read all the time by a thread of its own, as the event loop's
+    are few. Use with ``aclosing``.
     """
     loop = asyncio.get_running_loop()
     pages: asyncio.Queue[EventPage | KVStoreError | None] = asyncio.Queue()
@@ -324,13 +316,11 @@ async def followed(stream: EventStream) -> AsyncGenerator[EventPage, None]:
 
     def read() -> None:
         try:
-            for page in stream:
+            for page in chain(stream, (None,)):
                 slots.acquire()
                 push(page)
         except KVStoreError as error:
             push(error)
-        else:
-            push(None)
 
     threading.Thread(target=read, name="kvstore-events", daemon=True).start()
     try:

@@ -1,8 +1,7 @@
 """The client's Session: opened with a Model and kept alive; and checks whether its server hangs.
 
-A deadline leaves time for a slow disk and a busy machine, so a hung server would cost all of it.
-Checks detect one much sooner: on this host it neither answers a hello nor has a runnable thread;
-elsewhere it does not even refuse an unknown call.
+A hung server would cost a whole deadline. Checks detect one much sooner: on this host it neither
+answers a hello nor has a runnable thread; elsewhere it does not even refuse an unknown call.
 """
 
 from __future__ import annotations
@@ -12,7 +11,6 @@ import socket
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
 from pathlib import Path
 from queue import Empty, SimpleQueue
 
@@ -24,7 +22,7 @@ from kvstore.proto import unix_socket
 from kvstore.proto.errors import InvalidRequestError, KVStoreError
 from kvstore.proto.frame import MAX_FRAME_BYTES
 from kvstore.proto.keys import representation_digest
-from kvstore.proto.messages import as_message, as_value
+from kvstore.proto.messages import as_message
 from kvstore.proto.types import Model, Namespace
 
 _BEATS_PER_LIFETIME = 3
@@ -49,29 +47,6 @@ _RUNNING = ("R", "D")
 """States of a thread that has, or waits for, a core or a disk (proc(5))."""
 
 
-@dataclass(frozen=True, slots=True)
-class SessionTerms:
-    """The server's terms of the session."""
-
-    session_id: int
-    boot_id: int
-    namespace: Namespace
-    heartbeat_ms: int
-    max_frame_bytes: int
-    max_batch_chunks: int
-    host_id: str
-    socket_path: str
-    attach_token: bytes
-    bulk_address: str
-    bulk_certificate: bytes
-    arena_device: str
-    arena_bytes: int
-    server_pid: int
-    pid_namespace: int
-    weighs: bool = False
-    """Whether it uses ``Chunk.importance``."""
-
-
 class Session:
     """One open session. A daemon thread sends its heartbeats until ``close``.
 
@@ -92,7 +67,7 @@ class Session:
         self.representation = representation
         self.representation_digest = representation_digest(representation)
         self.options = options
-        reply = connection.call(
+        self.terms = terms = connection.call(
             "OpenSession",
             pb.OpenSessionRequest(
                 representation=as_message(pb.Representation, representation),
@@ -103,14 +78,12 @@ class Session:
             deadline_ms or options.deadline_ms,
             pb.OpenSessionResponse,
         )
-        self.peers: Sequence[int] = list(reply.peers)
+        self.namespace = Namespace(terms.key_namespace)
+        self.peers: Sequence[int] = list(terms.peers)
         """Other servers that this one would grant access to, as last known."""
-        space, boot_id = Namespace(reply.key_namespace), reply.server.boot_id
-        most = min(reply.max_frame_bytes, MAX_FRAME_BYTES)  # the server's may exceed any memory
-        self.terms = as_value(
-            SessionTerms, reply, namespace=space, boot_id=boot_id, max_frame_bytes=most
-        )
-        if not (reply.max_message_bytes and reply.heartbeat_ms and reply.max_batch_chunks):
+        # The server's may exceed any memory.
+        terms.max_frame_bytes = min(terms.max_frame_bytes, MAX_FRAME_BYTES)
+        if not (terms.max_message_bytes and terms.heartbeat_ms and terms.max_batch_chunks):
             raise InvalidRequestError("server", connection.address, "it sent invalid session terms")
         self.pace_s = FIRST_PACE_S
         """The time of the slowest recent answer, decaying."""
@@ -129,16 +102,10 @@ class Session:
             try:
                 self._queue.get(timeout=period_s)()
             except Empty:
-                self._beat_once()
-
-    def _beat_once(self) -> None:
-        self.measure_pace()
-        if self._is_closed:
-            return
-        try:
-            self.heartbeat()
-        except KVStoreError:
-            return  # the next call fails and opens another session
+                self.measure_pace()
+                if not self._is_closed:
+                    with suppress(KVStoreError):  # the next call fails and opens another session
+                        self.heartbeat()
 
     def run_last(self, last: Callable[[], None]) -> None:
         """Run *last*, which closes the session, in the heartbeat thread. Takes no lock."""
@@ -158,10 +125,8 @@ class Session:
         return reply.draining
 
     def measure_pace(self, kept: float = _FADES) -> None:
-        """Measure how soon the server answers the call of ``is_silent``.
-
-        *kept* is the decay of the earlier pace. A heartbeat would not do, as it waits for a thread
-        of the server. A call during a hang is ignored.
+        """Measure how soon the server answers the call of ``is_silent``; unlike a heartbeat, it
+        waits for no thread. *kept* is the decay of the earlier pace. A hang is ignored.
         """
         connection = self.connection
         began = connection.clock()
@@ -178,12 +143,9 @@ class Session:
             self._thread.join()
         if notify_server:
             request = pb.CloseSessionRequest(session_id=self.terms.session_id)
-            try:
-                self.connection.call(
-                    "CloseSession", request, self.options.deadline_ms, pb.CloseSessionResponse
-                )
-            except KVStoreError:
-                return
+            within_ms = self.options.deadline_ms
+            with suppress(KVStoreError):
+                self.connection.call("CloseSession", request, within_ms, pb.CloseSessionResponse)
 
 
 def peer_pid(link: socket.socket) -> int:
@@ -212,40 +174,32 @@ def _state(thread: Path) -> str:
         return ""
 
 
-def hangs(terms: SessionTerms, pid: int) -> bool:
-    """Whether the server of *terms*, process *pid*, neither answers nor runs. Takes 20 ms at most.
-
-    Delays of this process only give the server more time.
+def hangs(terms: pb.OpenSessionResponse, pid: int) -> bool:
+    """Whether the server of *terms*, process *pid*, neither answers nor runs. Takes 20 ms at most;
+    delays of this process only give the server more time.
     """
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as link:
         link.settimeout(PROBE_S)
         try:
             link.connect(terms.socket_path)
             link.send(unix_socket.Request(unix_socket.Op.hello, terms.session_id).pack())
-            link.recv(unix_socket.GREETING_BYTES)
-            return False
-        except TimeoutError:
-            pass
+            for _ in range(2):
+                with suppress(TimeoutError):
+                    link.recv(unix_socket.GREETING_BYTES)
+                    return False
+                if is_runnable(pid):
+                    return False
+                link.settimeout(GRACE_S)
         except BlockingIOError:
             return not is_runnable(pid)  # its listen backlog is full
         except OSError:
             return False  # it is gone: its sockets report that
-        if is_runnable(pid):
-            return False
-        link.settimeout(GRACE_S)
-        try:
-            link.recv(unix_socket.GREETING_BYTES)
-        except TimeoutError:
-            return True
-        except OSError:
-            return False
-        return False
+    return True
 
 
 def is_silent(connection: Connection, pace_s: float = FIRST_PACE_S) -> bool:
     """Whether a server on any host, which usually answers in *pace_s*, fails to answer two calls.
-
-    Takes 20 ms at most if answers take 3 ms or less; a remote or slow server gets more time.
+    Takes 20 ms at most if answers take 3 ms or less.
     """
     within_s = max(PULSE_S, _PACES * pace_s)
     return not any(map(connection.answers, (within_s, _ONCE_MORE * within_s)))

@@ -30,7 +30,7 @@ from kvstore.proto.frame import (
     raw_frame_bytes,
 )
 from kvstore.proto.types import KEY_BYTES, ChunkKey, KVLayout
-from kvstore.proto.unix_socket import NOWHERE, PLACE_ROW, ROW_BYTES, Place, Reach, unpack_places
+from kvstore.proto.unix_socket import NOWHERE, PLACE_ROW, ROW_BYTES, Reach, unpack_places
 
 if TYPE_CHECKING:
     import torch
@@ -44,9 +44,8 @@ _KEY_WORDS = np.arange(KEY_OFFSET // WORD_BYTES, (KEY_OFFSET + KEY_BYTES) // WOR
 
 
 class Layers(NamedTuple):
-    """The layers of one component of a raw frame: byte offsets, shape and dtype.
-
-    ``shape``: (parts, kv_heads, tokens, head_dim), or what the kind has instead.
+    """The layers of one component of a raw frame: byte offsets, dtype, and shape: (parts, kv_heads,
+    tokens, head_dim), or what the kind has instead.
     """
 
     starts: tuple[int, ...]
@@ -148,28 +147,10 @@ class ChunkView:
             self.confirm()
 
 
-def view_at(key: ChunkKey, place: Place, slab: SlabMap, whole: RawGeometry) -> ChunkView:
-    """Return the view of the raw frame of *key*, which has the geometry *whole* or is shorter.
-
-    *place* is in *slab*. Raises ChunkCorruptError if another chunk is there, InvalidFrameError.
-    """
-    frame = slab.data[place.offset : place.offset + place.size_bytes]
-    if frame[KEY_OFFSET : KEY_OFFSET + KEY_BYTES].tobytes() != key:
-        raise ChunkCorruptError(key, "its place holds another chunk")
-    # The server accepts frames only of the session's layout, with layers of full size: a frame of
-    # this length is a whole chunk, any other the last of a prompt.
-    is_whole = len(frame) == whole.frame_bytes
-    geometry = whole if is_whole else geometry_of(parse_header(frame).layout)
-    if len(frame) != geometry.frame_bytes:
-        raise ChunkCorruptError(key, f"{len(frame)} bytes of {geometry.frame_bytes}")
-    return ChunkView(key, slab, place.offset, place.generation, geometry)
-
-
 class LeasedViews:
-    """Returns the view of each leased chunk by its index.
-
-    *rows* are the places of the leased *keys*, as packed by the server; *whole* is the geometry of
-    most frames. Raises InvalidRequestError when the rows are cut.
+    """Returns the view of each leased chunk by its index. *rows* are the places of the leased
+    *keys*, as packed by the server; *whole* is the geometry of most frames. Raises
+    InvalidRequestError when the rows are cut.
     """
 
     __slots__ = ("_found", "_keys", "_rows", "_slabs", "_whole")
@@ -204,19 +185,26 @@ class LeasedViews:
         return ChunkView(self._keys[index], slab, start, generation, self._whole)
 
     def _check_one(self, index: int) -> ChunkView | None:
-        places = unpack_places(self._rows)
+        places, key, geometry = unpack_places(self._rows), self._keys[index], self._whole
         place = places[index] if index < len(places) else NOWHERE
         if place.reach != MEMORY:
             return None
         slab = self._slabs.slab_of(place)
         slab.confirm(place.offset, place.generation)
-        return view_at(self._keys[index], place, slab, self._whole)
+        frame = slab.data[place.offset : place.offset + place.size_bytes]
+        if frame[KEY_OFFSET : KEY_OFFSET + KEY_BYTES].tobytes() != key:
+            raise ChunkCorruptError(key, "its place holds another chunk")
+        # The server accepts frames only of the session's layout, with layers of full size: a frame
+        # of another length than a whole chunk is the last of a prompt.
+        if len(frame) != geometry.frame_bytes:
+            geometry = geometry_of(parse_header(frame).layout)
+        if len(frame) != geometry.frame_bytes:
+            raise ChunkCorruptError(key, f"{len(frame)} bytes of {geometry.frame_bytes}")
+        return ChunkView(key, slab, place.offset, place.generation, geometry)
 
     def _check_all(self) -> list[tuple[SlabMap, int, int] | None]:
         """Check the places of all whole chunks, a slab at a time: one by one takes twice as long.
-
-        If one of them is wrong, none of its slab is found here: ``_check_one`` then checks each
-        by itself and reports only that one.
+        With a wrong one, none of its slab is found: ``_check_one`` reports only the wrong one.
         """
         found: list[tuple[SlabMap, int, int] | None] = [None] * len(self._keys)
         rows = np.frombuffer(self._rows, PLACE_ROW)[: len(self._keys)]

@@ -38,11 +38,9 @@ class Put:
 
 @dataclass(frozen=True, slots=True)
 class ReadPlan:
-    """What to read of the chunks with the concatenated *digests*, and the deadline: whole frames in
-    order, up to the first missing or late one; or one of two other forms.
-
-    A chunk with only copies less accurate than ``minimum`` is missing. With a ``lease_id`` of 0 a
-    lease is taken until the read is left.
+    """What to read of the chunks with the concatenated *digests*: whole frames in order, up to the
+    first missing or late one; or one of two other forms. A chunk with only copies less accurate
+    than ``minimum`` is missing. With a ``lease_id`` of 0 a lease is taken until the read is left.
     """
 
     digests: bytes
@@ -53,9 +51,7 @@ class ReadPlan:
     """Layer by layer, without ``skipped`` rows, if frames arrive in parts."""
     skipped: SkippedRows | None = None
     ranges: Sequence[pb.FrameRange] = ()
-    """Only these bytes of frames as stored on a tier, grouped by chunk. Missing or late ones are
-    left out.
-    """
+    """Only these bytes of frames as stored on a tier, grouped by chunk; some may be left out."""
     direct: Direct | None = None
     """Returns the receiver of a frame that arrives in parts."""
     no_lease: bool = False
@@ -66,9 +62,8 @@ class ReadPlan:
 
 @dataclass(frozen=True, slots=True)
 class Arrivals:
-    """The data of a read: ``frames``, or parts of them, iterated once. ``is_layered``: parts arrive
-    layer by layer, without skipped rows. ``end`` makes a wait for the next one raise; any thread
-    may call it.
+    """The data of a read, iterated once: ``frames``, or parts of them; ``is_layered``: layer by
+    layer, without skipped rows. ``end``, for any thread, makes a wait for the next one raise.
     """
 
     frames: Iterator[Arrival]
@@ -96,8 +91,8 @@ class PutTerms:
 
 @dataclass(frozen=True)
 class Outgoing:
-    """The header fields of a chunk's frame, and the tensors to encode: all of it, or the *shard* of
-    one rank; or the whole *frame*, encoded already and with checksums.
+    """The header fields of a chunk's frame, and its tensors, or those of a rank's *shard*; or the
+    whole *frame*, encoded already and with checksums.
     """
 
     template: FrameTemplate
@@ -113,9 +108,7 @@ class Outgoing:
         return raw_frame_bytes(self.template.layout)
 
     def encode(self, out: Bytes, flags: int = 0) -> None:
-        """Write the raw frame into *out*, with *flags* in its header; a shard's frame always has
-        checksums and no flags.
-        """
+        """Write the raw frame into *out*, with *flags*; a shard's has checksums and no flags."""
         if self.frame is not None:
             copy_bytes(out, self.frame)
         elif self.shard is not None:
@@ -124,28 +117,23 @@ class Outgoing:
             template = replace(self.template, flags=flags) if flags else self.template
             RAW.encode(template, self.tensors, out)
 
-    def pieces(self, allocate: Callable[[int], Bytes]) -> list[Bytes]:
-        """Return the raw frame in pieces, the first of which is its header.
-
-        They are the tensors' own memory; if that is strided, in blocks or a shard, the frame is
-        encoded into a buffer from *allocate*, which is called with its size.
+    def pieces(self, scratch: Bytes) -> list[Bytes]:
+        """Return the raw frame in pieces, its header first: the tensors' own memory; if that is
+        strided, in blocks or a shard, *scratch*.
         """
         frame = self.frame
         if frame is None:
             found = RAW.pieces(self.template, self.tensors) if self.shard is None else []
             if found:
                 return found
-            frame = allocate(self.frame_bytes)
+            frame = scratch[: self.frame_bytes]
             self.encode(frame)
         end = stated_header_bytes(frame)
         return [frame[:end], frame[end:]]
 
 
 class Transport(ABC):
-    """Frames to and from one server, for one session. Thread-safe.
-
-    ``tests/contracts/transport.py`` runs one suite over every transport.
-    """
+    """Frames to and from one server, for one session. Thread-safe."""
 
     name: ClassVar[str]
 
@@ -203,9 +191,7 @@ class Transport(ABC):
             self.pool.hang_up(DeadlineError("the server hangs"))
 
     def viewer(self, rows: bytes, keys: Sequence[ChunkKey]) -> View:
-        """Return the views of the leased *keys*, whose places are *rows*, by index; None each if
-        memory is not shared.
-        """
+        """Return the views, by index, of the leased *keys*, whose places are *rows*."""
         return lambda index: None
 
     def close(self) -> None:
@@ -229,8 +215,8 @@ def arrival_of(reply: pb.GetResponse) -> Arrival:
 
 @contextmanager
 def read_layers(transport: Transport, plan: ReadPlan) -> Iterator[Iterator[Arrival]]:
-    """Enter for the frames of *plan*, to be read layer by layer: whole frames in memory or files,
-    or LayeredFrames, each once its header has arrived.
+    """Enter for the frames of *plan*: whole ones in memory or files, or LayeredFrames, each once
+    its header has arrived.
     """
     with transport.read(replace(plan, layer_major=True)) as arriving:
         if arriving.is_layered:

@@ -32,8 +32,8 @@ AGAIN_S = 30.0
 
 @dataclass(slots=True)
 class _Lender:
-    """Another server; ``streams`` if it granted access. ``due_s``: when to request access (again),
-    in monotonic seconds; infinite during a request.
+    """Another server; ``streams`` if it granted access, which is requested (again) at ``due_s``, in
+    monotonic seconds; infinite during a request.
     """
 
     due_s: float = -math.inf
@@ -85,37 +85,30 @@ class PeerReads:
         return True
 
     def _connect(self, number: int, lender: _Lender) -> None:
+        session, requested_at = self._session, self._clock()
+        request = pb.LendPeerRequest(session_id=session.terms.session_id, number=number)
         try:
-            new = self._opened(number)
+            reply = session.connection.call(
+                "LendPeer", request, session.options.deadline_ms, pb.LendPeerResponse
+            )
+            guest = pb.StreamAttach(
+                session_id=reply.session_id,
+                token=reply.token,
+                key_namespace=session.namespace,
+                until_s=reply.until_s,
+            )
+            entrance = Entrance(reply.bulk_address, reply.bulk_certificate, guest)
+            streams = streams_to(entrance, SILENCE_S)
+            with in_use(streams, streams.take(DIAL_S)):  # checks that it can be reached
+                pass
         except KVStoreError:
             self._skip(lender)
             return
+        new = _Lender(requested_at + reply.valid_ms / 2000, streams, reply.session_id)
         with self._lock:
             if not self._is_closed:
                 self.lenders[number], new = new, lender
         _close(new)
-
-    def _opened(self, number: int) -> _Lender:
-        session_id = self._session.terms.session_id
-        requested_at = self._clock()
-        reply: pb.LendPeerResponse = self._session.connection.call(
-            "LendPeer",
-            pb.LendPeerRequest(session_id=session_id, number=number),
-            self._session.options.deadline_ms,
-            pb.LendPeerResponse,
-        )
-        space = self._session.terms.namespace
-        guest = pb.StreamAttach(
-            session_id=reply.session_id,
-            token=reply.token,
-            key_namespace=space,
-            until_s=reply.until_s,
-        )
-        entrance = Entrance(reply.bulk_address, reply.bulk_certificate, guest)
-        streams = streams_to(entrance, SILENCE_S)
-        with in_use(streams, streams.take(DIAL_S)):  # checks that it can be reached
-            pass
-        return _Lender(requested_at + reply.valid_ms / 2000, streams, reply.session_id)
 
     def _skip(self, lender: _Lender) -> None:
         lender.due_s = self._clock() + AGAIN_S
@@ -130,23 +123,22 @@ class PeerReads:
         Raises nothing. *direct* as in a ReadPlan; *deadline* in monotonic seconds.
         """
         with self._lock:
-            lender = self.lenders.get(number)
-        streams = None if lender is None else lender.streams
-        if lender is None or streams is None:
+            lender = self.lenders.get(number) or _Lender()
+            streams = lender.streams
+        if streams is None:
             return first
 
         def renumbered(index: int, frame_bytes: int, start: Bytes) -> DirectFrame | None:
             return direct(first + index, frame_bytes, start)
 
-        terms = self._session.terms
-        assembler = FrameAssembler(terms.max_frame_bytes, renumbered)
+        assembler = FrameAssembler(self._session.terms.max_frame_bytes, renumbered)
         try:
             with in_use(streams, streams.take(0.0)) as stream:
                 if stream is None:
                     return first
                 get = pb.GetRequest(
                     session_id=lender.session_id,
-                    key_namespace=terms.namespace,
+                    key_namespace=self._session.namespace,
                     digests=digests,
                     deadline_ms=max(1, int(1000 * (deadline - time.monotonic()))),
                 )
@@ -164,23 +156,19 @@ class PeerReads:
     def leave(self) -> None:
         """In a child: drop the parent's connections."""
         self._lock = threading.Lock()  # another thread may have held it
-        self._is_closed = True
-        for lender in self.lenders.values():
-            if lender.streams is not None:
-                lender.streams.leave()
-        self.lenders.clear()
+        self.close(Pool.leave)
 
-    def close(self) -> None:
+    def close(self, end: Callable[[Pool[FrameStream]], None] = Pool.close) -> None:
         """Close all connections; gets in progress use the own server. Idempotent."""
         with self._lock:
             self._is_closed = True
             lenders = list(self.lenders.values())
             self.lenders.clear()
         for lender in lenders:
-            _close(lender)
+            _close(lender, end)
 
 
-def _close(lender: _Lender) -> None:
+def _close(lender: _Lender, end: Callable[[Pool[FrameStream]], None] = Pool.close) -> None:
     streams, lender.streams = lender.streams, None
     if streams is not None:
-        streams.close()
+        end(streams)

@@ -31,7 +31,7 @@ from kvstore.client.transports.base import (
     read_outcomes,
 )
 from kvstore.client.transports.peers import PeerReads
-from kvstore.client.transports.unix_rpc import ENTER_WITHIN_S, CallQueue, Sent, UnixRpc, enter
+from kvstore.client.transports.unix_rpc import ENTER_WITHIN_S, Sent, UnixRpc, enter
 from kvstore.client.view import MEMORY, WORD_BYTES, LeasedViews, View, geometry_of
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
@@ -48,7 +48,6 @@ from kvstore.proto.messages import hints_to_message, layout_to_message
 from kvstore.proto.types import DIGEST_BYTES, ChunkKey, ChunkShard, KVLayout, PutOutcome
 from kvstore.proto.unix_socket import Place, Reach, unpack_places
 
-_ANSWER_WITHIN_S = 2.0
 _PEER = int(Reach.peer)
 _HOLDER = attrgetter("reach", "number")
 _MAX_SLABS = 4096
@@ -81,14 +80,11 @@ class ShmTransport(Transport):
         size_bytes = max(session.options.staging_bytes // PARTS, raw_frame_bytes(whole_chunk))
         self._staging = StagingMemory(size_bytes)
         try:
-            memory, attach = (
-                (self._staging.size_bytes, self._staging.descriptor),
-                unix_socket.Op.attach,
-            )
-            self._socket = enter(session.terms, attach, within_s, memory=memory)
+            memory = self._staging.size_bytes, self._staging.descriptor
+            self._socket = enter(session.terms, unix_socket.Op.attach, within_s, memory=memory)
         finally:
             os.close(self._staging.descriptor)  # the server has its own
-        self._socket.settimeout(min(_ANSWER_WITHIN_S, session.options.deadline_ms / 1000))
+        self._socket.settimeout(min(ENTER_WITHIN_S / 2, session.options.deadline_ms / 1000))
         self._server_pid = peer_pid(self._socket)
         self.rpc = UnixRpc(session.terms, session.connection)
         self.calls, self.pool = self.rpc, self.rpc.links
@@ -100,9 +96,8 @@ class ShmTransport(Transport):
 
     @override
     def hangs(self) -> bool:
-        if not self._server_pid:
-            return super().hangs()
-        return hangs(self.session.terms, self._server_pid)
+        pid = self._server_pid
+        return hangs(self.session.terms, pid) if pid else super().hangs()
 
     @override
     def put(self, chunks: Sequence[Outgoing], terms: PutTerms) -> list[Put]:
@@ -132,11 +127,8 @@ class ShmTransport(Transport):
             if plan.direct is not None and (self._peers.lenders or self.session.peers):
                 yield Arrivals(self._with_peers(stack, request, plan))
                 return
-            replies = self.replies(stack, request)
-            if plan.ranges:
-                yield Arrivals(self._ranges(replies, plan.ranges))
-            else:
-                yield Arrivals(self._frames(replies, plan))
+            replies, ranges = self.replies(stack, request), plan.ranges
+            yield Arrivals(self._ranges(replies, ranges) if ranges else self._frames(replies, plan))
 
     def replies(self, stack: ExitStack, request: pb.GetRequest) -> Iterator[pb.GetResponse]:
         """Yield the replies of a get. *stack* ends it and its own lease."""
@@ -277,10 +269,8 @@ class SlabMap:
 
 
 class Slabs:
-    """Maps of slabs by id, and files of the disk tier, requested at first use. Thread-safe.
-
-    *link* is an attached connection to the server's Unix socket, with a timeout; its owner closes
-    it.
+    """Maps of slabs by id, and files of the disk tier, requested at first use over *link*, an
+    attached connection with a timeout; its owner closes it. Thread-safe.
     """
 
     def __init__(self, link: socket.socket) -> None:
@@ -292,9 +282,6 @@ class Slabs:
 
     def slab(self, number: int) -> SlabMap:
         """Return a slab, mapped whole. Raises TierUnavailableError."""
-        return self._slabs.get(number) or self._mapped(number)
-
-    def _mapped(self, number: int) -> SlabMap:
         with self._lock:
             slab = self._slabs.get(number)
             if slab is None:
@@ -309,10 +296,8 @@ class Slabs:
             return slab
 
     def slab_of(self, place: Place) -> SlabMap:
-        """Return the slab of *place*. Raises TierUnavailableError, and InvalidRequestError if
-        *place* exceeds it.
-        """
-        slab = self._slabs.get(place.number) or self._mapped(place.number)
+        """Return the slab of *place*. Raises as ``slab``, and InvalidRequestError past its end."""
+        slab = self._slabs.get(place.number) or self.slab(place.number)
         offset, stop = place.offset, place.offset + place.size_bytes
         if offset < WORD_BYTES or offset % WORD_BYTES or stop > len(slab.data):
             raise InvalidRequestError("place", (offset, stop), f"slab has {len(slab.data)} bytes")
@@ -440,7 +425,7 @@ class PutPipeline:
         self._staging = staging
         self._rpc = rpc
         # Durable commits wait for the disk: concurrently, so that one flush serves all of them.
-        self._commits = None if terms.durable else CallQueue()
+        self._commits = None if terms.durable else deque[Sent]()
         self._session_id = session.terms.session_id
         self._terms = terms
         self._left_ms = Until(terms.within_ms).left_ms

@@ -16,7 +16,7 @@ from typing_extensions import override
 
 from kvstore.client.connection import SLACK_S, Pool, Until
 from kvstore.client.frames import Arrival, FrameAssembler, Payload, received
-from kvstore.client.session import Session, SessionTerms
+from kvstore.client.session import Session
 from kvstore.client.transports.base import (
     Arrivals,
     Outgoing,
@@ -72,7 +72,7 @@ class Entrance:
     attach: pb.StreamAttach
 
     @classmethod
-    def of(cls, terms: SessionTerms, address: str) -> Entrance:
+    def of(cls, terms: pb.OpenSessionResponse, address: str) -> Entrance:
         """Return that of the session's own server, which was reached at *address*."""
         host = address.rpartition(":")[0].rpartition("/")[2]
         where = terms.bulk_address.replace("*", host or "127.0.0.1")
@@ -83,8 +83,7 @@ class Entrance:
 class FrameStream:
     """A connection, attached by the constructor; one get or put at a time, used by one thread.
     Raises the server's errors, and TierUnavailableError or DeadlineError when it is not attached
-    within *within_s* seconds. A request that does not end, or receives nothing for *silence_s*,
-    makes it unusable.
+    within *within_s*. A request that does not end, or is silent for *silence_s*, makes it unusable.
     """
 
     def __init__(
@@ -123,8 +122,8 @@ class FrameStream:
             raise
 
     def begin(self, request: pb.StreamMessage, deadline: float) -> None:
-        """Send a request, with the next number, and wait for its first answer; for a put, until
-        frames may be sent. Raises as ``receive``, and the server's refusal of a put.
+        """Send a request, with the next number, and wait for its first answer. Raises as
+        ``receive``, and the server's refusal of a put.
         """
         self.requests, self.is_over, self._deadline = self.requests + 1, False, deadline
         request.request = self.requests
@@ -155,8 +154,8 @@ class FrameStream:
     def receive(self) -> tuple[pb.StreamMessage, Payload | None]:
         """Return the next message; a part's payload is read later.
 
-        Raises DeadlineError, TierUnavailableError when the server hung up, InvalidRequestError for
-        an invalid message, and InvalidFrameError for a part that was not requested.
+        Raises DeadlineError, TierUnavailableError when the server hung up, InvalidRequestError, and
+        InvalidFrameError for a part that was not requested.
         """
         if self._first_answer is not None:
             answer, self._first_answer = self._first_answer, None
@@ -183,18 +182,15 @@ class FrameStream:
                 part = message.part
                 yield Arrival(part.index, part.tier, part.frame_bytes, payload, offset=part.offset)
             elif message.request == self.requests:
-                self.is_over = message.HasField("done") or message.HasField("failed")
-                self.frames = message.done
-                if message.HasField("failed"):
+                kind, self.frames = message.WhichOneof("body"), message.done
+                self.is_over = kind in ("done", "failed")
+                if kind == "failed":
                     raise bulk.error_of(message.failed)
                 if not self.is_over:
-                    kind = message.WhichOneof("body")
                     raise InvalidFrameError("kind", kind, "not an answer to a get")
 
     def leave(self) -> None:
-        """Cancel the last get and discard what is in flight, for LEAVE_S at most; past that the
-        stream is not reused.
-        """
+        """Cancel the last get and discard what is in flight. Past LEAVE_S it is not reused."""
         is_inside = self._first_answer is None and self._payload is not None and self._payload.left
         if self.is_over or self._has_failed or is_inside:
             return
@@ -212,9 +208,9 @@ class FrameStream:
         message, payload = self.receive()
         if payload is not None:
             payload.skip(len(payload))
-            return False
-        self.is_over = message.HasField("done") or message.HasField("failed")
-        return True
+        else:
+            self.is_over = message.HasField("done") or message.HasField("failed")
+        return payload is None
 
     def wake(self, error: KVStoreError) -> None:
         """Fail the call that waits on this stream with *error*. For any thread."""
@@ -257,9 +253,7 @@ def streams_to(entrance: Entrance, silence_s: float = math.inf) -> Pool[FrameStr
 
 @contextmanager
 def in_use(streams: Pool[FrameStream], stream: FrameStream | None) -> Iterator[FrameStream | None]:
-    """Enter for one call on *stream*, if one was taken. It is kept for the next call if this one
-    succeeds and its request is over, else closed.
-    """
+    """Enter for one call on *stream*, if any; it is closed unless this succeeds and is over."""
     is_clean = False
     try:
         yield stream
@@ -271,8 +265,7 @@ def in_use(streams: Pool[FrameStream], stream: FrameStream | None) -> Iterator[F
 
 class BulkTransport(StreamTransport):
     """Gets and puts over FrameStreams, one at a time each; through gRPC if none is available.
-
-    The constructor raises TierUnavailableError when the server has no bulk channel.
+    Raises TierUnavailableError when the server has no bulk channel.
     """
 
     name = "tcp"
@@ -282,9 +275,8 @@ class BulkTransport(StreamTransport):
         if not session.terms.bulk_address:
             raise TierUnavailableError("tcp", "the server was started without --bulk")
         self._memory = FrameMemory(IDLE_FRAME_BYTES)
-        self.pool = self.streams = streams_to(
-            Entrance.of(session.terms, session.connection.address)
-        )
+        entrance = Entrance.of(session.terms, session.connection.address)
+        self.pool = self.streams = streams_to(entrance)
 
     def connect(self, within_s: float) -> None:
         """Connect for the first call. Raises the error of a failed connect."""
@@ -340,9 +332,7 @@ class BulkTransport(StreamTransport):
 
     @contextmanager
     def _begun(self, request: pb.StreamMessage, until: Until) -> Iterator[FrameStream | None]:
-        """Enter with a stream on which *request* is being answered; None if gRPC is to be used, as
-        no stream is available or the server has too many requests.
-        """
+        """Enter with a stream on which *request* is being answered; None: use gRPC."""
         self.session.connection.breaker.check()
         stream: FrameStream | None = None
         with suppress(DeadlineError, TierUnavailableError, QuotaExceededError):
@@ -373,23 +363,13 @@ class BulkTransport(StreamTransport):
 
 
 def upload(stream: FrameStream, chunks: Sequence[Outgoing]) -> list[Put]:
-    """Send the frames of a put that *stream* has begun; return the outcome of each.
-
-    Raises the server's errors.
-    """
-    scratch = np.empty(0, np.uint8)
-
-    def buffer(size_bytes: int) -> Bytes:
-        nonlocal scratch  # its earlier contents have been sent
-        if len(scratch) < size_bytes:
-            scratch = np.empty(size_bytes, np.uint8)
-        return scratch[:size_bytes]
-
+    """Send the frames of a put that *stream* has begun. Raises the server's errors."""
+    scratch = np.empty(max((one.frame_bytes for one in chunks), default=0), np.uint8)
     number = stream.requests
     for index, chunk in enumerate(chunks):
         head = pb.StreamPart(index=index, frame_bytes=chunk.frame_bytes)
         message = pb.StreamMessage(request=number, part=head)
-        for part in _parts(chunk.frame_bytes, chunk.pieces(buffer)):
+        for part in _parts(chunk.frame_bytes, chunk.pieces(scratch)):
             if stream.has_more():
                 kind = stream.answer().WhichOneof("body")
                 raise InvalidFrameError("kind", kind, "not an answer to a part")
@@ -425,10 +405,7 @@ def _parts(frame_bytes: int, pieces: Sequence[Bytes]) -> Iterator[list[Bytes]]:
 
 
 class FrameMemory:
-    """Reuses the memory of frames for the next get. Thread-safe.
-
-    At most *limit_bytes* of it are idle.
-    """
+    """Reuses up to *limit_bytes* of memory of frames for the next get. Thread-safe."""
 
     def __init__(self, limit_bytes: int) -> None:
         self._limit_bytes = limit_bytes

@@ -7,15 +7,15 @@ import os
 import socket
 from collections import deque
 from collections.abc import Callable, Generator
-from contextlib import suppress
-from dataclasses import dataclass, field
+from contextlib import ExitStack, closing, suppress
+from dataclasses import dataclass
 from functools import partial
 from typing import Any, TypeVar
 
 from google.protobuf.message import DecodeError
 
 from kvstore.client.connection import SLACK_S, Connection, Pool, Until
-from kvstore.client.session import SessionTerms
+from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import (
     DeadlineError,
@@ -26,6 +26,7 @@ from kvstore.proto.errors import (
 from kvstore.proto.unix_socket import (
     MAX_ANSWER_BYTES,
     MAX_PACKET_BYTES,
+    NONCE_BYTES,
     REPLIES,
     Reply,
     pack_call,
@@ -58,27 +59,19 @@ class Link(socket.socket):
 
 
 @dataclass(slots=True, eq=False)
-class CallQueue:
-    """Pipelined calls: each is sent before the earlier ones are answered, on one connection.
+class Sent:
+    """A call sent on *link*; if that is None, it goes through gRPC.
 
+    ``queue``: pipelined calls, each sent before the earlier ones are answered, on one connection.
     The server answers them with one thread, which is already awake for the next. On separate
     connections each would wake another thread, and their copies would compete. For one thread,
     which waits for the answers in the order of the calls.
     """
 
-    link: Link | None = None
-    """The connection, while answers are outstanding."""
-    unanswered: deque[Sent] = field(default_factory=deque)
-
-
-@dataclass(slots=True, eq=False)
-class Sent:
-    """A call sent on *link*; if that is None, it goes through gRPC."""
-
     method: str
     request: Any
     until: Until
-    queue: CallQueue | None
+    queue: deque[Sent] | None
     link: Link | None = None
     is_over: bool = False
     """Whether its last answer has arrived, so that the connection is free."""
@@ -91,7 +84,7 @@ class UnixRpc:
     methods, or finds the socket gone or ``links`` closed goes through gRPC.
     """
 
-    def __init__(self, terms: SessionTerms, connection: Connection) -> None:
+    def __init__(self, terms: pb.OpenSessionResponse, connection: Connection) -> None:
         self._connection = connection
         self._clock = connection.clock
         join = partial(enter, terms, unix_socket.Op.join)
@@ -103,7 +96,7 @@ class UnixRpc:
         return answer
 
     def send(
-        self, method: str, request: Any, deadline_ms: int, queue: CallQueue | None = None
+        self, method: str, request: Any, deadline_ms: int, queue: deque[Sent] | None = None
     ) -> Sent:
         """Start *method*. Pass the result to ``wait``, once."""
         sent = Sent(method, request, Until(deadline_ms, self._clock(), self._clock), queue)
@@ -111,7 +104,7 @@ class UnixRpc:
         if not 0 < len(packet) <= MAX_PACKET_BYTES:
             return sent
         self._connection.breaker.check()
-        link = queue.link if queue is not None else None
+        link = queue[-1].link if queue else None
         with suppress(DeadlineError, TierUnavailableError):
             link = link or self.links.take(sent.until.left_s(SLACK_S) / 2)
         if link is None:
@@ -126,8 +119,7 @@ class UnixRpc:
             if sent.link is None:
                 self.links.give_back(link, is_clean=False)
         if queue is not None:
-            queue.link = link
-            queue.unanswered.append(sent)
+            queue.append(sent)
         return sent
 
     def wait(self, sent: Sent) -> Any:
@@ -135,15 +127,12 @@ class UnixRpc:
         link, queue = sent.link, sent.queue
         if link is not None:
             if queue is not None:
-                assert sent is queue.unanswered[0], "answers are awaited in call order"
-                queue.unanswered.popleft()
+                assert sent is queue[0], "answers are awaited in call order"
+                queue.popleft()
             try:
                 reply = self._receive(sent, link)
             finally:
-                is_last = queue is None or not (sent.is_over and queue.unanswered)
-                if is_last and queue is not None and link is queue.link:
-                    queue.link = None
-                if is_last:
+                if not (sent.is_over and queue):
                     self.links.give_back(link, is_clean=sent.is_over)
             if sent.is_over:
                 return reply
@@ -170,8 +159,8 @@ class UnixRpc:
     def _receive(self, sent: Sent, link: Link) -> Any:
         """Return the next message of an answer, joined if it was cut; None if it is invalid.
 
-        Unless ``sent.is_over`` afterwards, do not use *link* again: a late answer must not be taken
-        for the next call's. Raises the server's errors, DeadlineError.
+        Unless ``sent.is_over``, do not use *link* again: a late answer must not be taken for the
+        next call's. Raises the server's errors, DeadlineError.
         """
         parts: list[bytes] = []
         breaker = self._connection.breaker
@@ -203,53 +192,42 @@ class UnixRpc:
 
 
 def enter(
-    terms: SessionTerms,
+    terms: pb.OpenSessionResponse,
     op: unix_socket.Op,
     within_s: float,
     begin: Callable[[Link], None] = lambda link: None,
     memory: tuple[int, int] | None = None,
 ) -> Link:
     """Connect and ``attach``, with staging *memory* (its size and descriptor), or ``join``, within
-    *within_s*. *begin* gets the connection first. Raises TierUnavailableError, DeadlineError.
+    *within_s*. *begin* gets the connection first. Raises DeadlineError, and TierUnavailableError
+    also without proof that the server is the session's: another process listens in its place.
     """
-    link = None
-    try:
-        link = Link()
-        begin(link)
-        link.settimeout(within_s / 2)  # for each of two answers
-        reply = _enter(link, terms, op, memory)
-        if reply is not Reply.ok:
-            raise TierUnavailableError("shm", f"{terms.socket_path}: {reply.name}")
-        entered, link = link, None
-        return entered
-    except TimeoutError:
-        raise DeadlineError(f"{terms.socket_path}: the server did not answer in time") from None
-    except (OSError, InvalidRequestError) as error:
-        raise TierUnavailableError("shm", f"{terms.socket_path}: {error}") from None
-    finally:
-        if link is not None:
-            link.close()
-
-
-def _enter(
-    link: Link, terms: SessionTerms, op: unix_socket.Op, memory: tuple[int, int] | None
-) -> Reply:
-    """Return the reply of the server, which first proves that it is the session's.
-
-    Raises OSError, and InvalidRequestError without proof: another process listens in its place.
-    """
-    link.connect(terms.socket_path)
-    is_known = terms.pid_namespace and terms.pid_namespace == unix_socket.pid_namespace()
-    if is_known and unix_socket.peer_ids(link)[0] != terms.server_pid:
-        raise InvalidRequestError("socket_path", terms.socket_path, "not the server's process")
-    session_id, nonce = terms.session_id, os.urandom(unix_socket.NONCE_BYTES)
-    link.send(unix_socket.Request(unix_socket.Op.hello, session_id, nonce).pack())
-    theirs, proven = unix_socket.unpack_greeting(link.recv(unix_socket.GREETING_BYTES))
-    nonces = (nonce, theirs)
-    expected = unix_socket.proof(terms.attach_token, unix_socket.Op.hello, session_id, nonces)
-    if not hmac.compare_digest(expected, proven):
-        raise InvalidRequestError("socket_path", terms.socket_path, "not the session's server")
-    own = unix_socket.proof(terms.attach_token, op, session_id, nonces)
-    size_bytes, *files = memory or (0,)
-    socket.send_fds(link, [unix_socket.Request(op, size_bytes, own).pack()], files)
-    return unix_socket.unpack_head(link.recv(unix_socket.HEADER_BYTES), unix_socket.REPLY_KINDS)[0]
+    where, session_id, nonce = terms.socket_path, terms.session_id, os.urandom(NONCE_BYTES)
+    with ExitStack() as stack:
+        try:
+            link = stack.enter_context(closing(Link()))
+            begin(link)
+            link.settimeout(within_s / 2)  # for each of two answers
+            link.connect(where)
+            is_known = terms.pid_namespace and terms.pid_namespace == unix_socket.pid_namespace()
+            if is_known and unix_socket.peer_ids(link)[0] != terms.server_pid:
+                raise InvalidRequestError("socket_path", where, "not the server's process")
+            link.send(unix_socket.Request(unix_socket.Op.hello, session_id, nonce).pack())
+            theirs, proven = unix_socket.unpack_greeting(link.recv(unix_socket.GREETING_BYTES))
+            prove = partial(unix_socket.proof, terms.attach_token)
+            expected = prove(unix_socket.Op.hello, session_id, (nonce, theirs))
+            if not hmac.compare_digest(expected, proven):
+                raise InvalidRequestError("socket_path", where, "not the session's server")
+            size_bytes, *files = memory or (0,)
+            own = prove(op, session_id, (nonce, theirs))
+            socket.send_fds(link, [unix_socket.Request(op, size_bytes, own).pack()], files)
+            answer = link.recv(unix_socket.HEADER_BYTES)
+            reply, _, _ = unix_socket.unpack_head(answer, unix_socket.REPLY_KINDS)
+            if reply is not Reply.ok:
+                raise TierUnavailableError("shm", f"{where}: {reply.name}")
+        except TimeoutError:
+            raise DeadlineError(f"{where}: the server did not answer in time") from None
+        except (OSError, InvalidRequestError) as error:
+            raise TierUnavailableError("shm", f"{where}: {error}") from None
+        stack.pop_all()
+    return link

@@ -208,7 +208,7 @@ def answering(path: Path, token: bytes, *answers: bytes | None) -> closing[Liste
 def session(server: LocalServer, tmp_path: Path) -> Iterator[Session]:
     """A session whose server is said to listen elsewhere."""
     session = Session(server.dial(), SMALL, ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS))
-    session.terms = replace(session.terms, socket_path=str(tmp_path / "other.sock"))
+    session.terms.socket_path = str(tmp_path / "other.sock")
     yield session
     session.close()
 

@@ -8,7 +8,6 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -26,7 +25,6 @@ from helpers.stream_messages import Sent
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Pool
 from kvstore.client.frames import Arrival, FrameAssembler
-from kvstore.client.session import SessionTerms
 from kvstore.client.transports.base import PutTerms, ReadPlan
 from kvstore.client.transports.grpc import StreamTransport
 from kvstore.client.transports.tcp import (
@@ -49,7 +47,7 @@ from kvstore.proto.errors import (
 )
 from kvstore.proto.framing import FramedSocket, make_tls
 from kvstore.proto.plans import Hints, Reuse
-from kvstore.proto.types import ChunkKey, Namespace, PutOutcome
+from kvstore.proto.types import ChunkKey, PutOutcome
 from kvstore.server.bulk.service import BulkService
 from kvstore.server.bulk.tcp_server import BulkServer
 from kvstore.server.cluster.peer_connections import StreamLink
@@ -350,9 +348,6 @@ def test_a_server_whose_threads_for_gets_are_all_held_up_answers_others_through_
 # --- a server that answers otherwise
 
 FRAME_BYTES = 1000
-TERMS = SessionTerms(
-    7, 1, Namespace(bytes(16)), 60_000, 1 << 28, 64, "", "", bytes(16), "", b"", "", 0, 0, 0,
-)  # fmt: skip
 Words = list[Sent]
 
 
@@ -367,7 +362,9 @@ class Answerer:
         self._stall_s = stall_s
         self._listener = socket.create_server(("127.0.0.1", 0))
         self.where = f"tcp://127.0.0.1:{self._listener.getsockname()[1]}"
-        self.terms = replace(TERMS, bulk_address=self.where)
+        self.terms = pb.OpenSessionResponse(
+            session_id=7, attach_token=bytes(16), bulk_address=self.where
+        )
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run)
         self._thread.start()
@@ -523,7 +520,8 @@ def test_addresses_of_a_name_share_the_time_to_connect(monkeypatch: pytest.Monke
 
 def test_who_shows_another_token_has_no_stream(server: LocalServer) -> None:
     terms = server.connect("tcp")._link.connected().session.terms
-    with closing(streams_to(Entrance.of(replace(terms, attach_token=bytes(16)), ""))) as streams:
+    terms.attach_token = bytes(16)
+    with closing(streams_to(Entrance.of(terms, ""))) as streams:
         with pytest.raises(UnauthenticatedError):
             streams.take(SOON_S)
         assert streams.take(SOON_S) is None
@@ -536,7 +534,7 @@ def test_where_every_interface_is_bound_the_host_is_the_one_that_was_reached() -
         ("tcp://*:7421", "[fe80::1]:7420", "tcp://[fe80::1]:7421"),
         ("tcp://*:7421", "dns:///store.example:7420", "tcp://store.example:7421"),
     ):
-        assert Entrance.of(replace(TERMS, bulk_address=told), reached).where == where
+        assert Entrance.of(pb.OpenSessionResponse(bulk_address=told), reached).where == where
 
 
 def test_certificates_of_streams_are_valid_whatever_the_clock_of_a_host() -> None:

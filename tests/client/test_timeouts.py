@@ -203,7 +203,7 @@ def test_a_lookup_that_fails_ends_its_leases_within_its_own_time(
     client = server.connect("grpc")
     keys, within_ms = store(client, 1, 2), 3000
     session = client._link.connected().session
-    session.terms = replace(session.terms, max_batch_chunks=1)
+    session.terms.max_batch_chunks = 1
 
     def fails(name: str, left_ms: int) -> None:
         assert left_ms <= within_ms
@@ -242,7 +242,7 @@ def silent_socket(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[N
 
     def elsewhere(self: Session, *arguments: Any) -> None:
         begin(self, *arguments)
-        self.terms = replace(self.terms, socket_path=path)
+        self.terms.socket_path = path
 
     monkeypatch.setattr(Session, "__init__", elsewhere)
     with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as listener:
@@ -323,7 +323,7 @@ def test_layers_that_are_wanted_no_more_are_not_waited_for_over_tcp(
     keys = store(client, 1, 8)
     session = client._link.connected().session
     with closing(SlowLink(int(server.streams.address.rpartition(":")[2]))) as link:
-        session.terms = replace(session.terms, bulk_address=f"tcp://{link.address}")
+        session.terms.bulk_address = f"tcp://{link.address}"
         with closing(BulkTransport(session)) as transport:
             wanted = ChunkRequest(keys, fresh, Accuracy.exact, DEADLINE_MS)
             for share in (0.4, math.inf):
@@ -340,12 +340,12 @@ def test_a_call_does_not_wait_for_another_that_opens_the_session(
     with Client(silent, SMALL, ClientOptions("grpc", 16, deadline_ms=3000)) as client:
         link = client._link
 
-        def slow(left_ms: Callable[[], int]) -> Transport:
+        def slow(*_: Any) -> Session:
             with pytest.raises(DeadlineError, match="another call"):
                 _in_a_thread(lambda: link.connected(Until(100).left_ms))
             raise DeadlineError("late")
 
-        monkeypatch.setattr(link, "_connect", slow)
+        monkeypatch.setattr(server_link, "Session", slow)
         with pytest.raises(DeadlineError, match="late"):
             client.lookup(tokens(1, 64))
 

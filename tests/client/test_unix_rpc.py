@@ -5,10 +5,10 @@ from __future__ import annotations
 import socket
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
-from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -20,7 +20,7 @@ from helpers.socket_peer import Listener
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.client.session import Session
-from kvstore.client.transports.unix_rpc import CallQueue, UnixRpc
+from kvstore.client.transports.unix_rpc import Sent, UnixRpc
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import unix_socket
 from kvstore.proto.errors import (
@@ -117,8 +117,8 @@ class Setting:
             self.connection, SMALL, ClientOptions(chunk_tokens=16, deadline_ms=DEADLINE_MS)
         )
         self.path = folder / "false.sock"
-        terms = replace(self.session.terms, socket_path=str(self.path))
-        self.link = UnixRpc(terms, self.connection)
+        self.session.terms.socket_path = str(self.path)
+        self.link = UnixRpc(self.session.terms, self.connection)
         self.keys = store(server.connect("grpc"), 1, 2)
         self.false: FalseServer | None = None
 
@@ -149,7 +149,7 @@ class Setting:
         return self.link.call("Lookup", self.request(), deadline_ms, pb.LookupResponse).ready
 
     def sent(
-        self, request: pb.LookupRequest, deadline_ms: int, queue: CallQueue | None = None
+        self, request: pb.LookupRequest, deadline_ms: int, queue: deque[Sent] | None = None
     ) -> Callable[[], pb.LookupResponse]:
         """Send a Lookup; the returned function waits for its answer."""
         return partial(self.link.wait, self.link.send("Lookup", request, deadline_ms, queue))
@@ -202,7 +202,7 @@ def number_of(message: bytes) -> list[Packet]:
 def test_calls_in_a_queue_share_a_connection_and_each_has_its_own_answer(setting: Setting) -> None:
     failure = [pack_failure("LeaseExpiredError", "gone")]
     false = setting.serve(lambda message: failure if message[-1] == 5 else number_of(message))
-    queue = CallQueue()
+    queue = deque[Sent]()
     waits = [setting.sent(numbered(n), DEADLINE_MS, queue) for n in range(6)]
     assert eventually(lambda: len(false.calls) == 6)
     assert waits[0]().ready == 0
@@ -223,7 +223,7 @@ def test_queue_that_lost_its_connection_goes_on_by_grpc_and_a_new_one(
     setting: Setting,
 ) -> None:
     false = setting.serve(lambda message: [HANG_UP])
-    queue = CallQueue()
+    queue = deque[Sent]()
     waits = [setting.sent(setting.request(), DEADLINE_MS, queue) for _ in range(3)]
     assert [wait().ready for wait in waits] == [2, 2, 2]  # the true server's word
     false.answer = number_of
@@ -234,7 +234,7 @@ def test_queue_that_lost_its_connection_goes_on_by_grpc_and_a_new_one(
 def test_silence_ends_all_calls_of_a_queue_after_one_deadline(setting: Setting) -> None:
     false = setting.serve_one()
     false.answer = lambda _: []
-    queue = CallQueue()
+    queue = deque[Sent]()
     waits = [setting.sent(setting.request(), SOON_MS, queue) for _ in range(3)]
     with pytest.raises(DeadlineError):
         waits[0]()
@@ -413,13 +413,12 @@ def test_who_listens_in_another_process_than_the_session_s_server_hears_nothing(
     setting: Setting,
 ) -> None:
     false = setting.serve(lambda _: lookup_answer())
-    terms = replace(setting.session.terms, socket_path=str(setting.path), server_pid=1)
-    setting.link = UnixRpc(terms, setting.connection)
+    setting.session.terms.server_pid = 1
     assert setting.look_up() == 2
     assert eventually(lambda: false.ended == 1)
     assert false.heard == []
-    elsewhere = terms.pid_namespace + 1  # where the number says nothing
-    setting.link = UnixRpc(replace(terms, pid_namespace=elsewhere), setting.connection)
+    setting.session.terms.pid_namespace += 1  # where the number says nothing
+    setting.link = UnixRpc(setting.session.terms, setting.connection)
     assert setting.look_up() == BY_SOCKET
 
 

@@ -66,7 +66,7 @@ from kvstore.proto import kvstore_pb2 as pb
 client = Client(sys.argv[1], SMALL, ClientOptions("grpc", 16, DEADLINE_MS))
 lease = client.lease(keys=keys_of(client, 1, 4))
 terms = client._link.connected().session.terms
-own = pb.OpenSessionResponse(session_id=terms.session_id, key_namespace=terms.namespace)
+own = pb.OpenSessionResponse(session_id=terms.session_id, key_namespace=terms.key_namespace)
 wire = Wire(Connection(sys.argv[1], 1), own)
 wire.call("Reserve", wire.reserve(2304, 2304, 2304))
 
