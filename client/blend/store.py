@@ -6,6 +6,7 @@ import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, suppress
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -105,12 +106,9 @@ class StoreSource(AbstractContextManager["StoreSource"]):
                 self.close()
         if layer is None or layer.id != self._layer_ids[i]:
             return {}
-        found, count = dict[int, LayerKV](), len(layer.tensors)
-        for index, chunks in self._chunks.items():
-            count -= len(chunks)
-            if count >= 0:
-                found[index] = self._tensors[index][i]
-        return found
+        ends = accumulate(map(len, self._chunks.values()))
+        count, all_ends = len(layer.tensors), zip(self._chunks, ends, strict=True)
+        return {index: self._tensors[index][i] for index, end in all_ends if end <= count}
 
     def _begun(self) -> Generator[Layer, None, None]:
         out = []

@@ -93,8 +93,7 @@ def prompt_of(input_ids: Any, device: torch.device) -> list[int]:
     if ids.ndim != 2 or ids.shape[0] != 1:
         fix = "give one prompt, (1, tokens), not a batch"
         raise InvalidRequestError("input_ids", tuple(ids.shape), fix)
-    tokens: list[int] = ids[0].tolist()
-    return tokens
+    return ids[0].tolist()
 
 
 def prompts_of(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
@@ -133,8 +132,7 @@ def mask_of(ids: Tensor, settings: GenerationConfig) -> Tensor | None:
 
 def _ends(settings: GenerationConfig) -> list[int]:
     given: Any = settings.eos_token_id
-    ends: Any = [] if given is None else torch.as_tensor(given, device="cpu").reshape(-1).tolist()
-    return list(ends)
+    return [] if given is None else torch.as_tensor(given, device="cpu").reshape(-1).tolist()
 
 
 def checked_deadline(deadline_ms: int) -> int:
