@@ -18,7 +18,7 @@ from typing import Any, TypeAlias
 import torch
 from blake3 import blake3
 
-from kvstore.client.chunk import Chunk, LayerTensors, Shard, dtype_of
+from kvstore.client.chunk import Chunk, LayerTensors, Shard
 from kvstore.client.client import Client
 from kvstore.client.engines import identity as shared
 from kvstore.client.engines.base import Connector
@@ -231,7 +231,7 @@ def kv_model(pool: HostPool, rank: RankInfo, settings: PageSettings) -> Model:
     if in_buffer != page_bytes:  # such as pools that keep scales elsewhere
         fix = f"a page has {page_bytes} bytes, but {in_buffer} in its buffer"
         raise ModelError("host pool", type(pool).__name__, fix)
-    dtype, quantization = dtype_of(pool.kv_buffer), "none"
+    dtype, quantization = DType.parse(str(pool.kv_buffer.dtype)), "none"
     if dtype is DType.uint8:  # SGLang keeps every kind of fp8 as bytes
         if not settings.engine.kv_cache_dtype:
             fix = "the type of its bytes is unknown without this engine's arguments"
