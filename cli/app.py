@@ -29,6 +29,7 @@ from typer import Argument, Option
 from typer.core import TyperGroup
 from typing_extensions import override
 
+import kvstore
 from kvstore.proto import __version__
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -41,7 +42,6 @@ from kvstore.proto.errors import (
 from kvstore.proto.types import Model
 
 if TYPE_CHECKING:  # keeps --help fast
-    from kvstore.client.client import Client
     from kvstore.client.connection import Connection
     from kvstore.client.options import Access
 
@@ -160,17 +160,14 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
         connection.close()
 
 
-def client_of(address: str, model: Model, deadline_ms: int, **options: Any) -> Client:
+def client_of(address: str, model: Model, deadline_ms: int, **options: Any) -> kvstore.Client:
     """Return a client of *model* with the given access, which the caller closes.
 
     Raises KVStoreErrors; without an answer, one sentence, as ``connected``.
     """
-    from kvstore.client.client import Client
-    from kvstore.client.options import ClientOptions
-
     call(address, "Status")
-    access = given_access()
-    return Client(address, model, ClientOptions(deadline_ms=deadline_ms, access=access, **options))
+    options |= {"deadline_ms": deadline_ms, "access": given_access()}
+    return kvstore.Client(address, model, kvstore.ClientOptions(**options))
 
 
 def rpc(
@@ -199,15 +196,20 @@ def number(text: str, least: int | None = None, most: int | None = None) -> Any:
     return Option(metavar="N", help=text, min=least, max=most)
 
 
-def path(text: str) -> Any:
-    """Return an option that is a file."""
-    return Option(metavar="FILE", help=text)
+def path(text: str, *flags: str, metavar: str = "FILE") -> Any:
+    """Return an option that is a file or a folder."""
+    return Option(*flags, metavar=metavar, help=text)
 
 
 def chosen(text: str, names: Sequence[str]) -> Any:
-    """Return an option that is a comma-separated list of *names*."""
+    """Return an option that is a comma-separated list of *names*, with their completion."""
+
+    def complete(incomplete: str) -> list[str]:
+        start, comma, last = incomplete.rpartition(",")
+        return [f"{start}{comma}{name}" for name in names if name.startswith(last)]
+
     text = f"{text}: {', '.join(names)}; comma-separated."
-    return Option(metavar="NAMES", help=text, autocompletion=completes(*names))
+    return Option(metavar="NAMES", help=text, autocompletion=complete)
 
 
 def size(text: str, *flags: str) -> Any:
@@ -222,16 +224,6 @@ def _parse_size(text: str | int) -> int:
         return parse_size(text)
     except ValueError as error:
         raise typer.BadParameter(str(error)) from None
-
-
-def completes(*names: str) -> Callable[[str], list[str]]:
-    """Return a completion of the last of comma-separated *names*."""
-
-    def complete(incomplete: str) -> list[str]:
-        start, comma, last = incomplete.rpartition(",")
-        return [f"{start}{comma}{name}" for name in names if name.startswith(last)]
-
-    return complete
 
 
 def confirm(question: str) -> None:

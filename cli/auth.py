@@ -209,9 +209,7 @@ def _quotas(reply: Any) -> app.Shown:
 @app.command("audit verify", exits="0 1 2", example="audit.log")
 def audit_verify(
     file: Annotated[Path, Argument(metavar="FILE", help="The --audit-log file.")],
-    last: Annotated[
-        str | None, Option(metavar="HASH", help="Hash that must be in the log.")
-    ] = None,
+    last: Annotated[str | None, Option(metavar="HASH", help="A hash that is in the log.")] = None,
 ) -> None:
     """Verify the hash chain of a log through all its files; exits with 1 if it is broken.
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
 from typer import Argument, Option
 
@@ -15,7 +15,6 @@ from kvstore.proto.types import MIN_CHUNK_TOKENS, ChunkKey, KVLayout, Model, Put
 
 if TYPE_CHECKING:  # keeps --help fast
     from kvstore.client.chunk import Chunk
-    from kvstore.client.client import Client
     from kvstore.codecs.base import ChunkTensors, Part
 
 MAX_CHUNKS = 4096
@@ -48,12 +47,6 @@ def synthetic_model(chunk_bytes: int, name: str) -> Model:
     layers = (types.LayerGroup(kind, dtype, (0,), heads, _HEAD_DIM),)
     rope = types.RopeParameters(10_000.0, _HEAD_DIM)
     return Model(f"kvstore/{name}", "1", "none", "none", layers, rope, "none")
-
-
-def synthetic_client(address: str, model: Model, deadline_ms: int, **options: Any) -> Client:
-    """Return a client of a ``synthetic_model``. Raises KVStoreErrors."""
-    options |= {"chunk_tokens": MIN_CHUNK_TOKENS, "name": model.model_id.partition("/")[2]}
-    return app.client_of(address, model, deadline_ms, **options)
 
 
 def noise(model: Model, seed: int = 0) -> ChunkTensors:
@@ -107,7 +100,8 @@ def bench(
         fix = f"all chunks together may have at most {app.readable_size(MAX_BYTES)}"
         raise InvalidRequestError("chunks", chunks, fix)
     clock, model = time.perf_counter, synthetic_model(chunk_bytes, "bench")
-    with synthetic_client(address, model, DEADLINE_MS, transport=transport) as client:
+    options = {"transport": transport, "chunk_tokens": MIN_CHUNK_TOKENS, "name": "bench"}
+    with app.client_of(address, model, DEADLINE_MS, **options) as client:
         made = [noise(model, seed) for seed in range(min(_PATTERNS, chunks))]
         tokens = np.random.default_rng().integers(0, 1 << 31, chunks * MIN_CHUNK_TOKENS)
         keys = client.keys(tokens.tolist())  # of no other run

@@ -41,20 +41,10 @@ MAX_SEARCHED = 32
 """Limit of namespaces searched for a digest given without one."""
 _DIGITS = "0123456789abcdef"
 
-Namespace = Annotated[
-    str, Option(metavar="HEX", help="Namespace of one model; a prefix of it is enough.")
-]
-ModelFile = Annotated[
-    Path | None,
-    Option(
-        "--model-representation",
-        metavar="FILE",
-        help="Instead of --namespace: the model as JSON, as ls --spaces --json prints it.",
-    ),
-]
-Tenant = Annotated[
-    str, Option(metavar="NAME", help="pool:NAME for a shared pool; default: your own.")
-]
+Namespace = Annotated[str, Option(metavar="HEX", help="A model's namespace, or its first digits.")]
+_MODEL = "Instead of --namespace: the model as JSON, as ls --spaces --json prints it."
+ModelFile = Annotated[Path | None, app.path(_MODEL, "--model-representation")]
+Tenant = Annotated[str, Option(metavar="NAME", help="Default: your own; pool:NAME: shared.")]
 Key = Annotated[str, Argument(metavar="KEY", help="Key or digest; a unique prefix is enough.")]
 Keys = Annotated[list[str] | None, Argument(metavar="[KEY]...", help="Keys or their prefixes.")]
 Prefix = Annotated[str, Option(metavar="HEX", help="All chunks with this digest prefix.")]

@@ -222,9 +222,7 @@ def _certificate(name: str, setting: str, path: Path) -> Finding:
     except (OSError, ValueError) as error:
         fix = f"give --{setting.replace('_', '-')} a readable PEM file"
         return Finding(name, "fail", f"{path}: {error}", fix)
-    best = found[0]
-    if setting in AUTHORITIES:
-        best = max(found, key=lambda one: one.not_valid_after_utc)
+    best = max(found if setting in AUTHORITIES else found[:1], key=lambda c: c.not_valid_after_utc)
     now = datetime.now(UTC)
     if best.not_valid_before_utc > now:
         begins = best.not_valid_before_utc.isoformat(" ", "minutes")

@@ -26,9 +26,7 @@ def explain(  # noqa: PLR0913 - each is an option
     tokens: Annotated[Path | None, app.path("Token ids of a prompt.")] = None,
     keys: Annotated[list[str] | None, Option(metavar="HEX", help="Key, digest or prefix.")] = None,
     chunk_tokens: Annotated[int, app.number("Tokens of the engine's chunks.")] = 256,
-    extra: Annotated[
-        list[str] | None, Option(metavar="HEX", help="Cache salt or image hash.")
-    ] = None,
+    extra: Annotated[list[str] | None, Option(metavar="HEX", help="Salt or image hash.")] = None,
     recent: Annotated[int, app.number("The last N misses, and the engines' counts.", 0)] = 0,
 ) -> app.Shown:
     """Explain why a prompt's chunks are hits or misses, or the latest misses.

@@ -82,18 +82,11 @@ class SegmentLine(msgspec.Struct, frozen=True):
 
 
 TraceLines = list[BlockLine] | list[SegmentLine]
-
-
-class _Kinds(msgspec.Struct):
-    """Distinguishes the two kinds of lines, by a field that only one of them has."""
-
-    hash_ids: msgspec.Raw = msgspec.Raw()
-    input_segs: msgspec.Raw = msgspec.Raw()
-
-
-_kinds = msgspec.json.Decoder(_Kinds)
-_block_line = msgspec.json.Decoder(BlockLine)
-_segment_line = msgspec.json.Decoder(SegmentLine)
+_DECODERS: dict[bytes, Any] = {
+    b'"hash_ids"': msgspec.json.Decoder(BlockLine),
+    b'"input_segs"': msgspec.json.Decoder(SegmentLine),
+}
+"""The two kinds of lines, by a field that only one of them has."""
 
 
 @dataclass(slots=True)
@@ -132,11 +125,7 @@ class TraceWriter:
 
 
 def read_trace(path: Path) -> TraceLines:
-    """Read all requests of a trace, in the file's order.
-
-    Raises InvalidRequestError with the file, the line and the reason; OSError if the file cannot
-    be read.
-    """
+    """Read all requests of a trace, in order. Raises InvalidRequestError with the line; OSError."""
     lines: list[Any] = []
     with path.open("rb") as file:
         for number, raw in enumerate(iter(lambda: file.readline(MAX_LINE_BYTES + 1), b""), 1):
@@ -156,14 +145,13 @@ def read_trace(path: Path) -> TraceLines:
     return lines
 
 
-def _read_line(raw: bytes, kind: type | None) -> BlockLine | SegmentLine:
-    kinds = _kinds.decode(raw)
-    if not kinds.hash_ids and not kinds.input_segs:
+def _read_line(raw: bytes, kind: type | None) -> Any:
+    decoder = next((one for field, one in _DECODERS.items() if field in raw), None)
+    if decoder is None:
         raise ValueError("give hash_ids (Mooncake's traces) or input_segs (kvstore's own)")
-    found = BlockLine if kinds.hash_ids else SegmentLine
-    if kind not in (None, found):
+    if kind not in (None, decoder.type):
         raise ValueError("earlier lines are of the other kind: use one kind per file")
-    return _block_line.decode(raw) if found is BlockLine else _segment_line.decode(raw)
+    return decoder.decode(raw)
 
 
 class BlockRequest(NamedTuple):
@@ -195,7 +183,7 @@ class BlockTrace(NamedTuple):
 def make_blocks(lines: TraceLines, block_tokens: int = 256) -> BlockTrace:
     """Return a trace as chains of blocks, of its own block size if stated, else *block_tokens*.
 
-    Raises InvalidRequestError if there are too many blocks, or lines differ in block size.
+    Raises InvalidRequestError for too many blocks, or several block sizes.
     """
     first = lines[0]
     size = first.block_tokens if isinstance(first, BlockLine) else block_tokens
@@ -261,23 +249,6 @@ _LINEAR_FLOPS, _SQUARE_FLOPS = 1.6e10, 262_144.0
 
 
 @dataclass(frozen=True, slots=True)
-class Terms:
-    """The terms of a replay. *capacity* is ``10GiB`` or a share of the footprint, ``5%``.
-
-    *kv_bytes_per_token* defaults to Llama-3.1-8B in bfloat16. With *from_half* hits count from the
-    middle of the trace on. Raises InvalidRequestError.
-    """
-
-    policy: str
-    capacity: str
-    kv_bytes_per_token: int = 131_072
-    from_half: bool = False
-
-    def __post_init__(self) -> None:
-        parse_capacity(self.capacity, 0)
-
-
-@dataclass(frozen=True, slots=True)
 class Outcome:
     """A policy's hits, as shares of the tokens and blocks requested.
 
@@ -294,10 +265,7 @@ class Outcome:
 
 
 def parse_capacity(text: str, footprint_bytes: int) -> int:
-    """Return a size such as 10GiB, or a share of *footprint_bytes* such as 2.5%, in bytes.
-
-    Raises InvalidRequestError.
-    """
+    """Return the bytes of 10GiB, or of 2.5% of *footprint_bytes*. Raises InvalidRequestError."""
     share = re.fullmatch(r"\s*([0-9]{1,6}(?:\.[0-9]{1,9})?)\s*%\s*", text)
     if share is not None:
         return int(Fraction(share[1]) / 100 * footprint_bytes)
@@ -308,20 +276,27 @@ def parse_capacity(text: str, footprint_bytes: int) -> int:
 
 
 def replay_blocks(
-    trace: BlockTrace, terms: Terms, policy: tuple[EvictionPolicy, AccessHistory] | None = None
+    trace: BlockTrace,
+    policy: str,
+    capacity: str,
+    kv_bytes_per_token: int = 131_072,
+    from_half: bool = False,
+    made: tuple[EvictionPolicy, AccessHistory] | None = None,
 ) -> Outcome:
-    """Replay a trace of blocks on one tier; *policy*, with the AccessHistory that it ranks by,
-    overrides the one in *terms*.
+    """Replay a trace of blocks on one tier of ``10GiB``, or of ``5%`` of the trace.
+
+    A token's size defaults to Llama-3.1-8B in bfloat16. With *from_half* hits count from the middle
+    of the trace on. *made* is the policy, if there is one, with the history that it ranks by.
     """
-    block_bytes = trace.block_tokens * terms.kv_bytes_per_token
-    capacity_bytes = parse_capacity(terms.capacity, trace.blocks * block_bytes)
-    if 0 < capacity_bytes < block_bytes and "%" not in terms.capacity:
+    block_bytes = trace.block_tokens * kv_bytes_per_token
+    capacity_bytes = parse_capacity(capacity, trace.blocks * block_bytes)
+    if 0 < capacity_bytes < block_bytes and "%" not in capacity:
         fix = f"a block has {block_bytes} bytes; a share of the trace is written as 5%"
-        raise InvalidRequestError("capacity", terms.capacity, fix)
-    if policy is None:
+        raise InvalidRequestError("capacity", capacity, fix)
+    if made is None:
         history = AccessHistory(trace.block_tokens)
-        policy = make_policy(terms.policy, history), history
-    replay = BlockReplay(*policy, capacity_bytes // block_bytes, block_bytes)
+        made = make_policy(policy, history), history
+    replay = BlockReplay(*made, capacity_bytes // block_bytes, block_bytes)
     longest = max(len(one.chain) for one in trace.requests)
     flops = np.diff(_prefill_flops(np.arange(longest + 1.0) * trace.block_tokens))
     started = time.perf_counter()
@@ -330,14 +305,14 @@ def replay_blocks(
         facts = InsertInfo(one.is_full, prompt_chunks=len(one.chain))
         hits.append(replay.request(one.chain, one.time_s, facts, flops[: len(one.chain)]))
     spent_s = time.perf_counter() - started
-    first = len(hits) // 2 if terms.from_half else 0
+    first = len(hits) // 2 if from_half else 0
     counted = trace.requests[first:]
     inputs = np.array([one.input_tokens for one in counted], np.int64)
     known = np.array([one.known for one in counted], np.int64)
     hit_blocks = np.minimum(hits[first:], known)
     hit_tokens = np.minimum(hit_blocks * trace.block_tokens, inputs)
     return Outcome(
-        policy=terms.policy,
+        policy=policy,
         capacity_bytes=capacity_bytes,
         token_hit_rate=int(hit_tokens.sum()) / max(1, int(inputs.sum())),
         block_hit_rate=int(hit_blocks.sum()) / max(1, int(known.sum())),
@@ -351,6 +326,7 @@ def _prefill_flops(tokens: NDArray[np.int64] | NDArray[np.float64]) -> NDArray[n
     return _LINEAR_FLOPS * tokens + _SQUARE_FLOPS * tokens**2
 
 
+@dataclass(slots=True, eq=False)
 class BlockReplay:
     """A policy on one tier of *places* blocks; requests are chains of blocks.
 
@@ -359,27 +335,19 @@ class BlockReplay:
     nothing can be evicted, the rest is not admitted. Deterministic.
     """
 
-    def __init__(
-        self,
-        policy: EvictionPolicy,
-        history: AccessHistory,
-        places: int,
-        block_bytes: int = 1,
-        ghosts: int = GHOSTS,
-    ) -> None:
-        self._policy = policy
-        self._history = history
-        self._places = places
-        self._block_bytes = block_bytes
-        self._ghost_limit = ghosts
-        self._here = bytearray(1)
-        """Which blocks are present, by row."""
-        self._ghosts: dict[int, None] = {}
-        """Evicted blocks whose history is kept, oldest first."""
-        self.used = 0
-        self.blocks = 0
-        self.hit_blocks = 0
-        self.evictions = 0
+    policy: EvictionPolicy
+    history: AccessHistory
+    places: int
+    block_bytes: int = 1
+    ghosts: int = GHOSTS
+    used: int = field(default=0, init=False)
+    blocks: int = field(default=0, init=False)
+    hit_blocks: int = field(default=0, init=False)
+    evictions: int = field(default=0, init=False)
+    _here: bytearray = field(default_factory=lambda: bytearray(1), init=False)
+    """Which blocks are present, by row."""
+    _ghosts: dict[int, None] = field(default_factory=dict, init=False)
+    """Evicted blocks whose history is kept, oldest first."""
 
     def request(
         self,
@@ -395,7 +363,7 @@ class BlockReplay:
         """
         if not chain:
             return 0
-        history, last = self._history, max(chain)
+        history, last = self.history, max(chain)
         if last >= len(self._here):
             self._here += bytes(1 + last - len(self._here) + spare_rows(last))
         rows = np.array(chain, np.intp)
@@ -415,34 +383,34 @@ class BlockReplay:
 
     def _store(self, chain: Sequence[int], rows: Rows, now_s: float) -> int:
         """Touch and insert a prompt's blocks; return how many leading ones were present."""
-        policy, here = self._policy, self._here
+        policy, here = self.policy, self._here
         held = list(map(here.__getitem__, chain))
         hit = held.index(0) if 0 in held else len(held)  # a policy evicts the end of a chain first
         policy.touch(rows[:hit], now_s)
-        lacking = self.used + len(chain) - hit - self._places
+        lacking = self.used + len(chain) - hit - self.places
         if lacking > 0:
             self._evict(lacking, set(chain), now_s)
-        end = min(len(chain), hit + self._places - self.used)
+        end = min(len(chain), hit + self.places - self.used)
         if hit < end:
             for row in chain[hit:end]:
                 here[row] = 1
                 self._ghosts.pop(row, None)
             self.used += end - hit
             parent = chain[hit - 1] if hit else NO_ROW
-            policy.insert_chain(rows[hit:end], parent, self._block_bytes, now_s)
+            policy.insert_chain(rows[hit:end], parent, self.block_bytes, now_s)
         return hit
 
     def _evict(self, lacking: int, kept: set[int], now_s: float) -> None:
         """Evict *lacking* blocks, or all but those of *kept* if there are fewer."""
-        victims = list(islice(self._policy.victims(kept.__contains__, now_s), lacking))
+        victims = list(islice(self.policy.victims(kept.__contains__, now_s), lacking))
         for row in reversed(victims):  # parents first: else they would be queued as leaves
             self._here[row] = 0
-            self._policy.remove(row)
+            self.policy.remove(row)
         self._ghosts.update(dict.fromkeys(victims))
         self.used -= len(victims)
         self.evictions += len(victims)
-        if len(self._ghosts) > self._ghost_limit:
-            oldest = list(islice(self._ghosts, self._ghost_limit // 8 + 1))
+        if len(self._ghosts) > self.ghosts:
+            oldest = list(islice(self._ghosts, self.ghosts // 8 + 1))
             for row in oldest:
                 del self._ghosts[row]
-            self._history.forget_all(np.array(oldest, np.intp))
+            self.history.forget_all(np.array(oldest, np.intp))

@@ -14,7 +14,7 @@ from typer import Argument, Option
 
 from kvstore.cli import app
 from kvstore.proto.errors import InvalidRequestError
-from kvstore.proto.types import POLICIES, PutOutcome, policy_instead_of
+from kvstore.proto.types import MIN_CHUNK_TOKENS, POLICIES, PutOutcome, policy_instead_of
 
 if TYPE_CHECKING:  # keeps --help fast
     from kvstore.cli.simulate import TraceWriter
@@ -25,7 +25,6 @@ MAX_RECORDING_S = 7 * 24 * 3600
 POLL_S = 0.25
 DEADLINE_MS = 20_000
 _BATCH_CHUNKS = 64
-_POLICIES = app.completes("all", *POLICIES)
 
 app.group("trace", "Measure", "Record anonymised access traces of a server, and replay them.")
 
@@ -121,12 +120,13 @@ def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
 
     Raises InvalidRequestError, KVStoreErrors of the server, OSError.
     """
-    from kvstore.cli.bench import chunks_of, noise, synthetic_client, synthetic_model
+    from kvstore.cli.bench import chunks_of, noise, synthetic_model
     from kvstore.cli.simulate import make_blocks, read_trace
 
     model = synthetic_model(chunk_bytes, "trace-replay")
     trace = make_blocks(read_trace(path))
-    with synthetic_client(address, model, DEADLINE_MS) as client:
+    options = {"chunk_tokens": MIN_CHUNK_TOKENS, "name": "trace-replay"}
+    with app.client_of(address, model, DEADLINE_MS, **options) as client:
         done = Replayed(len(trace.requests))
         tensors = noise(client.model)
         started = time.monotonic()
@@ -155,9 +155,7 @@ def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
 )
 def simulate(
     trace: Annotated[Path, Argument(help="JSONL: Mooncake's blocks or token segments.")],
-    policy: Annotated[
-        str, Option(metavar="P[,P]", help="Policies, or all.", autocompletion=_POLICIES)
-    ] = "hit_density",
+    policy: Annotated[str, app.chosen("Policies", ("all", *POLICIES))] = "hit_density",
     capacity: Annotated[
         str, Option("--capacity", "--size", metavar="C[,C]", help="10GiB, or 5% of the trace.")
     ] = "5%",
@@ -168,19 +166,21 @@ def simulate(
     ] = "start",
 ) -> app.Shown:
     """Replay a trace on policies and capacities, and print the hits of each."""
-    from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
+    from kvstore.cli.simulate import make_blocks, parse_capacity, read_trace, replay_blocks
 
     names = list(POLICIES) if policy == "all" else policy.split(",")
     for name in names:
         if name not in POLICIES:
             fix = policy_instead_of(name, (*POLICIES, "or all"))
             raise InvalidRequestError("policy", name, fix)
-    terms = [
-        Terms(name, size, kv_bytes_per_token, count_from == "half")
-        for size, name in itertools.product(capacity.split(","), names)
-    ]
+    runs = list(itertools.product(capacity.split(","), names))
+    for size, _ in runs:
+        parse_capacity(size, 0)
     blocks = make_blocks(read_trace(trace), block_tokens)
-    outcomes = [replay_blocks(blocks, one) for one in app.followed(terms, "replaying")]
+    outcomes = [
+        replay_blocks(blocks, name, size, kv_bytes_per_token, count_from == "half")
+        for size, name in app.followed(runs, "replaying")
+    ]
     headings = (
         "policy", "GiB", "tokens hit", "blocks hit", "PFLOPs saved", "evictions", "requests/s",
     )  # fmt: skip

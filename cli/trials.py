@@ -26,7 +26,7 @@ from kvstore.codecs.calibration import CHUNK_TOKENS, DUMPS, Layers, Samples, cut
 from kvstore.proto.blend import GateView, ReuseReport, accuracy_tag, check_tag
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError
 from kvstore.proto.keys import chunk_key, representation_digest
-from kvstore.proto.types import DIGEST_BYTES, MIN_CHUNK_TOKENS, Component, LayerKind
+from kvstore.proto.types import DIGEST_BYTES, MIN_CHUNK_TOKENS, KVLayout, LayerKind
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -120,8 +120,7 @@ def run_model(folder: Path, text: str, tokens: int) -> Samples:
     """Return the KV that the model in *folder* computes for the first *tokens* of *text*.
 
     The model runs by its configuration, in prompts of at most CONTEXT_TOKENS. Raises
-    InvalidRequestError for an unusable folder or text, ModelError for a model whose KV cannot be
-    stored.
+    InvalidRequestError, and ModelError for a model whose KV cannot be stored.
     """
     from kvstore.client.engines.transformers.identity import representation_of
 
@@ -133,9 +132,7 @@ def run_model(folder: Path, text: str, tokens: int) -> Samples:
     ids = tokenizer(text)["input_ids"][:tokens]
     if len(ids) < MIN_CHUNK_TOKENS:
         raise InvalidRequestError("text", len(ids), f"give at least {MIN_CHUNK_TOKENS} tokens")
-    component = Component(
-        group.kind, group.dtype, len(group.layer_ids), group.kv_heads, group.head_dim, CHUNK_TOKENS
-    )
+    (component,) = KVLayout.of(named, CHUNK_TOKENS).components
     limit = getattr(model.config, "max_position_embeddings", None) or CONTEXT_TOKENS
     context = max(min(CONTEXT_TOKENS, limit), MIN_CHUNK_TOKENS)
     chunks: list[tuple[ChunkTensors, int]] = []
@@ -180,9 +177,7 @@ def compare_copies(
     """Compare prompts stored by *codec* with their full prefills.
 
     Returns the gate once it opened or closed, or all prompts were compared. Raises
-    InvalidRequestError for a codec whose copies need no gate, an unusable model or file, or
-    prompts without such copies; ModelError for a model whose KV cannot be stored, KVStoreErrors
-    of the server.
+    InvalidRequestError, ModelError for a model whose KV cannot be stored, and KVStoreErrors.
     """
     if len(models) > 1:
         raise InvalidRequestError("sources", len(models), "give one model")
@@ -286,11 +281,7 @@ class BlendTrials:
     question_tokens: int
 
     def run(self, address: str, model_folder: Path) -> GateView:
-        """Return the gate once it is open, or closed for good.
-
-        Raises InvalidRequestError for an unusable model or file, ModelError for a model that
-        cannot be blended, KVStoreErrors of the server.
-        """
+        """Return the gate once it is open, or closed for good. Raises KVStoreErrors."""
         check_tag(self.tag)
         model, tokenizer = load_model(model_folder)
         from kvstore.client.blend.engine import Blender

@@ -148,14 +148,13 @@ def copying(*tensors: torch.Tensor) -> Iterator[None]:
 
     from kvstore.proto.device import device_errors
 
-    def settle() -> None:
-        for device in {tensor.device for tensor in tensors} if torch.cuda.is_available() else ():
-            torch.cuda.synchronize(device)
-
+    devices = {tensor.device for tensor in tensors} if torch.cuda.is_available() else ()
     with device_errors(), torch.inference_mode():  # else an engine's tensors are not writable
-        settle()
+        for device in devices:
+            torch.cuda.synchronize(device)
         yield
-        settle()
+        for device in devices:
+            torch.cuda.synchronize(device)
 
 
 def to_host(tensor: Any) -> Any:
@@ -274,11 +273,6 @@ def group_array(name: str, tensor: Any, group: LayerGroup) -> Part:
     if array.dtype.itemsize != group.dtype.item_bytes or array.dtype.kind not in "uif":
         raise LayoutMismatchError(name, str(array.dtype), f"give {group.dtype.name}")
     return array
-
-
-def dtype_of(tensor: TensorLike) -> DType:
-    """Return the element type that *tensor* states. Raises ModelError."""
-    return DType.parse(str(tensor.dtype))
 
 
 def to_torch(array: Part, dtype: DType) -> torch.Tensor:

@@ -216,9 +216,6 @@ class LevelledGet:
         with self._changed:
             self._is_finished = True
         self._end()
-        self._await_decodes()
-
-    def _await_decodes(self) -> None:
         wait([work for _, work in self._decoding.values()])
 
     def _load(self) -> None:
@@ -259,7 +256,7 @@ class LevelledGet:
             for at in range(computed, stop):
                 self._decode(at)
             works = {at: work for at, (_, work) in self._decoding.items() if computed <= at < stop}
-        self._await_decodes()
+        wait([work for _, work in self._decoding.values()])
         errors = [error for work in works.values() if (error := work.exception()) is not None]
         for error in errors:
             if not isinstance(error, KVStoreError) or isinstance(error, _TARGET_ERRORS):

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import filterfalse
 from queue import Empty, SimpleQueue
-from typing import Any, NamedTuple, Protocol, TypeAlias, TypeVar
+from typing import Any, NamedTuple, TypeAlias, TypeVar
 
 from kvstore.client.chunk import LayerTensors, Shard, to_arrays
 from kvstore.client.forks import FORKS
@@ -52,6 +52,7 @@ WRONG = (ChunkCorruptError, InvalidFrameError, ModelError)
 Target: TypeAlias = Callable[[int, KVLayout], Any]
 """Returns the target of a chunk, by index and layout, as AnyTensors of that layout."""
 T = TypeVar("T")
+N = TypeVar("N", bound=Any)
 HELPER_WAIT_S = 0.01
 """How long a thread waits for the next frame of a read before it is free for others."""
 
@@ -70,24 +71,13 @@ def given(out: Sequence[LayerTensors]) -> Target:
     return lambda index, _: to_arrays(out[index])
 
 
-class Numbered(Protocol):
-    """Data for chunk ``index`` of a get."""
-
-    @property
-    def index(self) -> int:
-        """Its index in the get."""
-
-
-N = TypeVar("N", bound=Numbered)
-
-
 def contiguous(
     arriving: Iterable[N], limit: int, chunks: Callable[[N], int] = lambda one: 1
 ) -> Iterator[N]:
     """Yield the items that arrive in order and in time, for up to *limit* chunks; raise only if
     there are none.
 
-    ``chunks(one)`` returns how many chunks an item has.
+    An item has the ``index`` of its first chunk, and ``chunks(one)`` returns how many it has.
     """
     count = 0
     try:
@@ -187,15 +177,13 @@ class Wanted:
         """
         if self.shard is not None or index >= len(self.keys):
             return None
-        try:
+        with suppress(KVStoreError):
             key = self.keys[index]
             header = check_header(self.session, key, start, size, self.accuracy)
-            if header.codec_id != RAW.codec_id:
-                return None
-            head = start[: header.header_bytes].copy()  # a part is longer
-            return DirectFrame(header, head, self.target(self.first + index, header.layout))
-        except KVStoreError:
-            return None
+            if header.codec_id == RAW.codec_id:
+                head = start[: header.header_bytes].copy()  # a part is longer
+                return DirectFrame(header, head, self.target(self.first + index, header.layout))
+        return None
 
 
 @dataclass(slots=True, eq=False)

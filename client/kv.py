@@ -13,6 +13,7 @@ import numpy as np
 
 from kvstore.client.chunk import (
     Chunk,
+    Span,
     TensorLike,
     bits,
     check_apart,
@@ -108,18 +109,11 @@ class StagedKV:
         with self._opening:  # concurrent callers wait for the same part
             if self._part is None or self._part.start != first:
                 self._part = None  # frees its memory first
-                self._part = self._open(first, min(self._prompt.stop, first + tokens))
+                span, far = (first, min(self._prompt.stop, first + tokens)), self._far
+                opened = _StagedPart(self._model, far, span, self._blocks, is_read=self._is_read)
+                self._part = opened
             held = self._part
         return held.chunk(start, stop, layout)
-
-    def _open(self, start: int, stop: int) -> _StagedPart:
-        if self._blocks is None:
-            far = {at: [one[:, start:stop] for one in some] for at, some in self._far.items()}
-            return _StagedPart(self._model, far, start, is_read=self._is_read)
-        cache, ids = self._blocks.cache, self._blocks.block_ids
-        size = cache.block_tokens
-        blocks = Blocks(cache, ids[start // size : -(-stop // size)])
-        return _StagedPart(self._model, self._far, start, blocks, is_read=self._is_read)
 
     def upload(self, count: int, layers: Iterable[int] = ()) -> None:
         """Copy the last part's chunks among the prompt's first *count* to the device: *layers*, or
@@ -139,26 +133,31 @@ class StagedKV:
 
 
 class _StagedPart:
-    """Tokens from *start* on of a prompt, in host memory: a copy of *far*, if it *is_read*.
+    """The tokens *span* of a prompt, in host memory: a copy of *far*, if it *is_read*.
 
-    *far*: tensors of these tokens only for each layer, or all pages, of which it has *blocks*.
+    *far*: each layer's tensors of the prompt, or all pages, of which it has *blocks*.
     """
 
     def __init__(
         self,
         model: Model,
         far: Mapping[int, Sequence[Any]],
-        start: int,
-        blocks: Blocks | None = None,
+        span: Span,
+        blocks: Blocks | None,
         *,
         is_read: bool,
     ) -> None:
+        start, stop = span
         self.start = start
         self._axes = () if blocks is None else blocks.cache.axes
-        self._size = 1 if blocks is None else blocks.cache.block_tokens
-        self._ids = None if blocks is None else blocks.block_ids.tolist()
+        self._size = size = 1 if blocks is None else blocks.cache.block_tokens
+        self._ids: list[int] | None = None
+        if blocks is None:
+            far = {at: [one[:, start:stop] for one in some] for at, some in far.items()}
+        else:
+            self._ids = blocks.block_ids[start // size : -(-stop // size)].tolist()
         self._far = far
-        self._first = start - start % self._size
+        self._first = start - start % size
         self._copies: dict[int, list[tuple[Any, Any]]] = {}
         with copying(*chain(*far.values())):
             buffers = {at: list(map(self._allocate, some)) for at, some in far.items()}
@@ -221,14 +220,10 @@ def kv_of(name: str, kv: KV, model: Model, prompt: Prompt, *, is_target: bool) -
 
     Raises LayoutMismatchError, and InvalidRequestError for a read-only target.
     """
+    if isinstance(kv, Blocks) and kv.cache.model != model:
+        raise LayoutMismatchError(name, kv.cache.model.model_id, "give a cache of this Model")
     found: AnyKV
-    if isinstance(kv, Blocks):
-        if kv.cache.model != model:
-            raise LayoutMismatchError(name, kv.cache.model.model_id, "give a cache of this Model")
-        staged = bool(kv.cache.far)
-    else:
-        staged = any(map(is_on_device, tensors_in(kv)))
-    if staged:
+    if any(map(is_on_device, tensors_in(kv.cache.far if isinstance(kv, Blocks) else kv))):
         found = StagedKV(name, kv, model, prompt, is_target=is_target)
     elif isinstance(kv, Blocks):
         found = kv

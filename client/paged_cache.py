@@ -166,10 +166,9 @@ def _layers(
     if "layer" not in axes:
         raise _mismatch(axes, "name the layer axis, or give one tensor for each layer")
     _check_rank(tensors, axes)
-    at = axes.index("layer")
-    cut = (slice(None),) * at
     whole: Any = tensors
-    return [whole[(*cut, layer)] for layer in range(tensors.shape[at])]
+    cut = (slice(None),) * axes.index("layer")
+    return [whole[(*cut, layer)] for layer in range(tensors.shape[len(cut)])]
 
 
 def _parts(

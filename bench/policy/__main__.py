@@ -20,7 +20,7 @@ from bench.lib.report import Report, parser_of
 from bench.lib.traces import read_blocks
 from bench.policy.hybrid import add_hybrid, learn_prior, state_bytes_per_node
 from bench.policy.tiers import compare_writes
-from kvstore.cli.simulate import BlockReplay, BlockTrace, Outcome, Terms, replay_blocks
+from kvstore.cli.simulate import BlockReplay, BlockTrace, Outcome, replay_blocks
 from kvstore.proto.key_table import NO_ROW
 from kvstore.server.eviction.access_history import AccessHistory, InsertInfo
 from kvstore.server.eviction.hit_density import HitDensityEviction
@@ -40,7 +40,7 @@ _PROMPT_CHUNKS = 16
 
 
 def replay(trace: str, size: str, policy: str) -> Outcome:
-    return replay_blocks(read_blocks(trace), Terms(policy, size))
+    return replay_blocks(read_blocks(trace), policy, size)
 
 
 def compare_all(report: Report) -> None:
@@ -135,7 +135,7 @@ def eviction_us(trace: BlockTrace, policy: str, size: str) -> tuple[float, float
     history = AccessHistory(trace.block_tokens)
     made = make_policy(policy, history)
     spent_us = stopwatch(made)
-    replay_blocks(trace, Terms(policy, size), (made, history))
+    replay_blocks(trace, policy, size, made=(made, history))
     return float(np.mean(spent_us)), float(np.percentile(spent_us, 99)), len(spent_us)
 
 

@@ -13,9 +13,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Annotated, Any
 
-from typer import Option
-
-from kvstore.cli.app import EXIT_NOT_HELD, Grid, Shown, command, fail, number, progress, show
+from kvstore.cli.app import EXIT_NOT_HELD, Grid, Shown, command, fail, number, path, progress, show
 from kvstore.cli.calibrate import check_extras
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, printable
 
@@ -32,13 +30,8 @@ _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 @command("demo", exits="0 1 2 3", example="--json demo.json", section="Measure")
 def demo(
-    json_file: Annotated[
-        Path | None, Option("--json", metavar="FILE", help="Write the figures to FILE.")
-    ] = None,
-    model: Annotated[
-        Path | None,
-        Option(metavar="DIR", help="Folder of a transformers model; default: a small one."),
-    ] = None,
+    json_file: Annotated[Path | None, path("Write the figures to FILE.", "--json")] = None,
+    model: Annotated[Path, path("Folder of a transformers model.", metavar="DIR")] = MODEL,
     tokens: Annotated[int, number("Length of the prompt.", 64)] = 900,
 ) -> None:
     """Compute a prompt once, then load it: in another process, and after a kill -9.
@@ -49,11 +42,10 @@ def demo(
     import tempfile
 
     started = time.monotonic()
-    folder = model or MODEL
-    check_model(folder, tokens)
-    _say(f"model: {folder}")
+    check_model(model, tokens)
+    _say(f"model: {model}")
     with _signals_exit(), tempfile.TemporaryDirectory(prefix="kvstore-demo-") as scratch:
-        reports = _play(Path(scratch), [str(folder), str(tokens)])
+        reports = _play(Path(scratch), [str(model), str(tokens)])
     figures = judge(reports, time.monotonic() - started)
     if json_file is not None:
         json_file.parent.mkdir(parents=True, exist_ok=True)

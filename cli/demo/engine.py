@@ -36,14 +36,11 @@ class DemoEngine:
         once: list[int] = tokenizer(PROMPT.read_text())["input_ids"]
         repeated = once * -(-prompt_tokens // len(once))
         self._prompt = torch.tensor([repeated[:prompt_tokens]])
-        end = tokenizer.eos_token_id
+        end, most = tokenizer.eos_token_id, NEW_TOKENS
         self._settings = GenerationConfig(  # type: ignore[no-untyped-call]
-            max_new_tokens=NEW_TOKENS,
-            min_new_tokens=NEW_TOKENS,
-            do_sample=False,
-            eos_token_id=end,
-            pad_token_id=end,
-        )
+            max_new_tokens=most, min_new_tokens=most, do_sample=False,
+            eos_token_id=end, pad_token_id=end,
+        )  # fmt: skip
 
     def run(self, role: str) -> dict[str, Any]:
         """Run *role*: ``first`` computes and stores the prompt; ``second`` loads it and times
@@ -53,10 +50,9 @@ class DemoEngine:
         self._first_token(other[:, :-1], cache)  # warm up the model's code for many tokens
         self._first_token(other[:, -1:], cache)  # and for one
         if role == "first":
+            mask = torch.ones_like(self._prompt)
             plain = self._model.generate(
-                self._prompt,
-                generation_config=self._settings,
-                attention_mask=torch.ones_like(self._prompt),
+                self._prompt, generation_config=self._settings, attention_mask=mask
             )
             return {"plain_tokens": self._new(plain)} | self._generate()
         if role == "restarted":
@@ -78,10 +74,9 @@ class DemoEngine:
     def _empty(self) -> DynamicCache:
         return DynamicCache(config=self._model.config)
 
-    def _first_token(self, input_ids: torch.Tensor, cache: DynamicCache) -> int:
-        with torch.inference_mode():
-            output = self._model(input_ids, **as_argument(cache), logits_to_keep=1)
-        return int(output.logits[0, -1].argmax())
+    @torch.inference_mode()
+    def _first_token(self, input_ids: torch.Tensor, cache: DynamicCache) -> None:
+        self._model(input_ids, **as_argument(cache), logits_to_keep=1)
 
     def _time_without(self) -> float:
         start = time.perf_counter()

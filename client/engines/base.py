@@ -22,7 +22,6 @@ from kvstore.client.chunk import Chunk, LayerTensors, parents
 from kvstore.client.client import Client
 from kvstore.client.decode import Target
 from kvstore.client.engines.prefix import (
-    ONLY_EXACT,
     About,
     AboutOf,
     Allowed,
@@ -81,8 +80,7 @@ T = TypeVar("T")
 
 _Read: TypeAlias = Callable[[Sequence[ChunkKey], Sequence[Span], int, Accuracy], Sequence[Stated]]
 """Reads the longest run of a load's chunks, starting at index int, from copies of at least that
-accuracy; returns the ``Stated`` of each chunk read. The output buffers stay the same.
-"""
+accuracy; returns the ``Stated`` of each chunk read. The output buffers stay the same."""
 
 
 class Connector:
@@ -111,8 +109,7 @@ class Connector:
         accuracy: str = "exact",
     ) -> None:
         self.client = client
-        self.least = least_of(accuracy)
-        """The least accuracy read."""
+        self.least = least_of(accuracy)  # the least accuracy read
         self._prefill = prefill
         self.learned = planning.PrefillMeter()
         self.durable = durable
@@ -120,12 +117,10 @@ class Connector:
         self._counts: Counter[str] = Counter()
         by_name = ("hit_tokens_by_tier", "misses", "load_errors", "store_errors")
         self._named = {name: Counter[str]() for name in by_name}
-        self._at_once: int | None = None
-        """Chunks that a Source can hold at once; None: no limit."""
         self._is_failing = False
-        self._refusals: dict[str, int] = {}
+        self._at_once: int | None = None  # chunks that a Source can hold at once; None: no limit
         self._is_closed = threading.Event()
-        # Guards the five fields above; held for counting only.
+        # Guards _counts, _named and _is_failing; held for counting only.
         self._lock = threading.Lock()
         client.counts = self.counts
         FORKS.watch(self._after_fork)
@@ -367,7 +362,7 @@ class Connector:
         because a gate was shut; without it only exact copies are read. With *terms*, read as far
         as their deadline allows.
         """
-        allowed = ONLY_EXACT if stated is None else self.allowed(self.least)
+        allowed = self.allowed(Accuracy.exact if stated is None else self.least)
         until = None if terms is None else planning.Deadline(terms.deadline_s)
         loaded: Sequence[Stated] = ()
         usable: Sequence[Stated] = ()
@@ -422,7 +417,7 @@ class Connector:
 
     def report_refusal(self, reason: str) -> None:
         """Report to the server, also one that starts later, why this engine runs without it."""
-        self._refusals = {f"{REFUSED}{' '.join(reason[:MAX_REASON_CHARS].split())}": 1}
+        self._count(f"{REFUSED}{' '.join(reason[:MAX_REASON_CHARS].split())}", 1)
 
         def report() -> None:
             while True:
@@ -447,7 +442,7 @@ class Connector:
                 for kind, of in kinds.items()
                 for name, count in self._named[of].items()
             }
-            return {**self._counts, **named, **self._refusals}
+            return {**self._counts, **named}
 
     def clear(self) -> None:
         """Delete every chunk of this model. Never raises."""
@@ -463,21 +458,18 @@ class Connector:
         return ConnectorStats(**found)
 
 
-_Queue: TypeAlias = SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
-
-
 class DaemonThreads:
     """*count* daemon threads that run submitted work in order. Thread-safe. A ThreadPoolExecutor
     would finish all queued work before the process exits: each item may wait for the store.
     """
 
     def __init__(self, name: str, count: int = 1) -> None:
-        self._queue: _Queue = SimpleQueue()
+        self._queue: SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None] = SimpleQueue()
         self._is_closed = False
         self._lock = threading.Lock()  # guards the field above: queued work is run or cancelled
         self._count = count
         for _ in range(count):
-            threading.Thread(target=_run, args=(self._queue,), name=name, daemon=True).start()
+            threading.Thread(target=self._run, name=name, daemon=True).start()
 
     def submit(self, work: Callable[[], T]) -> Future[T]:
         """Queue *work*; after ``close`` return a cancelled future. Never raises."""
@@ -500,13 +492,12 @@ class DaemonThreads:
         for _ in range(self._count):
             self._queue.put(None)
 
-
-def _run(queue: _Queue) -> None:
-    while (submitted := queue.get()) is not None:
-        future, work = submitted
-        future.set_running_or_notify_cancel()
-        try:
-            future.set_result(work())
-        except BaseException as error:  # noqa: BLE001 - raised again by result()
-            future.set_exception(error)
-        del submitted, future, work  # an idle thread keeps nothing alive
+    def _run(self) -> None:
+        while (submitted := self._queue.get()) is not None:
+            future, work = submitted
+            future.set_running_or_notify_cancel()
+            try:
+                future.set_result(work())
+            except BaseException as error:  # noqa: BLE001 - raised again by result()
+                future.set_exception(error)
+            del submitted, future, work  # an idle thread keeps nothing alive

@@ -16,7 +16,6 @@ from functools import cached_property, lru_cache
 from pathlib import Path
 from typing import Any, TypeAlias
 
-import numpy as np
 from blake3 import blake3
 
 from kvstore.client.chunk import LayerTensors
@@ -87,7 +86,7 @@ def weights_of(model: str, stated: str = "", commit: str = "") -> Weights:
     name, folder = short_name(model), None
     if files:
         folder = Path(model)
-        name = f"{_model_type(folder)}-{weights_sample(files).hex()[:_NAME_DIGITS]}"
+        name = f"{_model_type(folder)}-{_sample(_marks(files)).hex()[:_NAME_DIGITS]}"
     elif not is_exact(stated):
         folder = _cached_folder(model, commit)
     if in_cache:  # one commit may hold several: checkpoint folders, GGUF files
@@ -243,7 +242,7 @@ def weights_name(model: str, stated: str = "", commit: str = "") -> str:
     """
     files = weights_files(model)
     if is_exact(stated):
-        return f"{stated}+sample={weights_sample(files).hex()}" if files else stated
+        return f"{stated}+sample={_sample(_marks(files)).hex()}" if files else stated
     if in_path := _COMMIT.search(model):
         found = in_path[1]
     elif files:
@@ -271,11 +270,6 @@ def weights_files(model: str) -> list[Path]:
     return sorted(files)
 
 
-def weights_sample(files: Sequence[Path]) -> bytes:
-    """Return a digest of the names, sizes and sampled bytes of *files*."""
-    return _sample(_marks(files))
-
-
 def _marks(files: Sequence[Path]) -> _Marks:
     return tuple((file, file.stat().st_size, file.stat().st_mtime_ns) for file in files)
 
@@ -287,6 +281,7 @@ def _whole(marks: _Marks) -> bytes:
 
 @lru_cache(maxsize=8)
 def _sample(marks: _Marks) -> bytes:
+    """Return a digest of the names, sizes and sampled bytes of files."""
     digest = blake3()
     for file, size, _ in marks:
         digest.update(f"{file.name}\0{size}\0".encode())
@@ -330,14 +325,9 @@ def byte_group(page_bytes: int, field: str, name: str = "") -> LayerGroup:
 
 
 def byte_tensors(page: Any) -> LayerTensors:
-    """Return *page*, an array or tensor of bytes, as a chunk's tensors, which alias it. Raises
-    ValueError or torch's RuntimeError if it is not contiguous."""
-    if not isinstance(page, np.ndarray):
-        return [[[page.view(1, BYTE_ROWS, -1)]]]
-    rows = page.reshape(1, BYTE_ROWS, -1)
-    if not np.shares_memory(rows, page):  # data read into a copy would be lost
-        raise ValueError("the bytes of a page must be contiguous")
-    return [[[rows]]]
+    """Return *page*, a torch tensor of bytes, as a chunk's tensors, which alias it. Raises torch's
+    RuntimeError if it is not contiguous."""
+    return [[[page.view(1, BYTE_ROWS, -1)]]]  # never a copy: data read into it would be lost
 
 
 # --- settings

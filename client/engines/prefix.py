@@ -93,9 +93,6 @@ class Allowed(NamedTuple):
         return next(others, len(stated))
 
 
-ONLY_EXACT = Allowed(Accuracy.exact)
-
-
 def exact_count(stated: Sequence[Stated]) -> int:
     """Return how many of the leading chunks, described by *stated*, are exact."""
     return len(list(takewhile(lambda one: one.accuracy is Accuracy.exact, stated)))

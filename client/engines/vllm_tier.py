@@ -18,6 +18,7 @@ from functools import partial
 from typing import Any, ClassVar
 
 import numpy as np
+import torch
 from blake3 import blake3
 from vllm.v1.kv_offload import base as offload
 from vllm.v1.kv_offload.base import LookupResult, RequestOffloadingContext
@@ -38,8 +39,6 @@ from kvstore.proto.types import DIGEST_BYTES, Accuracy, ChainDigest, Model
 
 __all__ = ["KVStoreTier", "StoreTieringSpec"]
 
-STORAGE_MEDIUM: Any = getattr(getattr(offload, "Medium", None), "STORAGE", None)
-"""The medium of a tier below vLLM's offloading; 0.26 has none."""
 REPORTS_PARTIAL_JOBS = "successful_keys" in JobResult.__dataclass_fields__
 """Whether a tier can report a partial promotion; below 0.28 all of it fails."""
 
@@ -87,7 +86,8 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
     adapter changes.
     """
 
-    medium: ClassVar[Any] = STORAGE_MEDIUM
+    # 0.26 has no Medium.
+    medium: ClassVar[Any] = getattr(getattr(offload, "Medium", None), "STORAGE", None)
 
     def __init__(
         self,
@@ -104,18 +104,12 @@ class KVStoreTier(SecondaryTierManager):  # type: ignore[misc]
         if least_of(stated.accuracy) is not Accuracy.exact:
             fix = "use exact: vLLM does not report which chunks another was computed after"
             raise InvalidRequestError("accuracy", stated.accuracy, fix)
-        self._rows = np.asarray(primary_kv_view).view(np.uint8)
+        self._rows = torch.from_numpy(np.asarray(primary_kv_view)).view(torch.uint8)
         model = tier_model(offloading_spec.config, self._rows.shape[1], stated.model_revision)
+        options = partial(stated.client_options, identity.BYTE_ROWS, "vllm-tier")
         self._connector, self._looking = (
-            Connector(
-                Client(
-                    stated.address,
-                    model,
-                    stated.client_options(identity.BYTE_ROWS, "vllm-tier", is_lookup=is_lookup),
-                ),
-                durable=stated.durable,
-            )
-            for is_lookup in (False, True)
+            Connector(Client(stated.address, model, options(is_lookup=one)), durable=stated.durable)
+            for one in (False, True)
         )
         self._epoch = b""
         self._lookups = _Lookups(tier_type, self._looking, self._digest)

@@ -37,6 +37,8 @@ OTHER_CONNECTIONS = 64
 """Connections of commands and probes. More are closed at once: connecting needs no credentials."""
 HANDSHAKE_MS = 20_000
 """A connection without a handshake by then is closed; gRPC's default is 120 s."""
+PLAIN = ("grpc.compression_enabled_algorithms_bitset", 1)
+"""Messages that are compressed are refused: gRPC would unpack 1000 times their size."""
 
 HEALTH_THREADS = 2
 HEALTH_CALLS = 16
@@ -130,6 +132,7 @@ def bind(config: Settings, shedder: LoadShedder, taken: int) -> tuple[grpc.Serve
         options=[
             ("grpc.max_receive_message_length", largest),
             ("grpc.max_send_message_length", largest),
+            PLAIN,
             ("grpc.so_reuseport", 0),
             ("grpc.server.max_pending_requests", PENDING_CALLS),
             ("grpc.server.max_pending_requests_hard_limit", 2 * PENDING_CALLS),
@@ -177,6 +180,7 @@ def bind_health(
         futures.ThreadPoolExecutor(HEALTH_THREADS, thread_name_prefix="health"),
         maximum_concurrent_rpcs=HEALTH_CALLS,
         options=[
+            PLAIN,
             ("grpc.so_reuseport", 0),
             ("grpc.max_allowed_incoming_connections", HEALTH_CONNECTIONS),
             ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),

@@ -21,7 +21,6 @@ from kvstore.cli.simulate import (
     BlockLine,
     BlockReplay,
     SegmentLine,
-    Terms,
     TraceWriter,
     make_blocks,
     parse_capacity,
@@ -358,7 +357,7 @@ def test_a_capacity_is_a_size_or_a_share() -> None:
         assert parse_capacity(text, 1000) == size
     for text in ("", "%", "1e3%", "five", "5%%", "-5%", "1.5GiB"):
         with pytest.raises(InvalidRequestError, match="capacity"):
-            Terms("lru", text)
+            parse_capacity(text, 1000)
 
 
 # --- the replay
@@ -442,6 +441,6 @@ def test_what_is_remembered_is_bounded_and_the_oldest_goes_first(name: str) -> N
     replay = make(name, 20, ghosts=100)
     for step in range(500):
         replay.request([1, 10 * step + 2, 10 * step + 3], float(step))
-        assert np.count_nonzero(replay._history.hits) <= 20 + 100
+        assert np.count_nonzero(replay.history.hits) <= 20 + 100
     assert replay.request([1, 4992, 4993], 500.0) == 3
     assert replay.request([1, 12, 13], 501.0) == 1

@@ -17,7 +17,7 @@ from helpers.prompts import SMALL, equal, store, tokens
 from helpers.shards import TWO_GROUPS, WIDE
 
 from kvstore.client import Access, Chunk, Client, ClientOptions, PagedCache, PlannedChunk, Shard
-from kvstore.client.chunk import arrays_of, dtype_of, to_array, to_torch
+from kvstore.client.chunk import arrays_of, to_array, to_torch
 from kvstore.client.chunk_puts import layout_of
 from kvstore.client.paged_cache import page_axes
 from kvstore.client.server_state import stat_from_message, status_from_message
@@ -188,7 +188,7 @@ def test_arrays_and_torch_tensors_of_every_dtype_share_their_memory() -> None:
         tensor = torch.zeros(SHAPE, dtype=getattr(torch, dtype.name))
         array = to_array(tensor)
         assert (array.shape, array.dtype.itemsize) == (SHAPE, dtype.item_bytes)
-        assert dtype_of(tensor) is dtype
+        assert DType.parse(str(tensor.dtype)) is dtype
         array.view(np.uint8)[...] = 0x3C
         back = to_torch(array, dtype)
         assert (back.dtype, tuple(back.shape)) == (tensor.dtype, SHAPE)
@@ -205,7 +205,7 @@ def test_what_is_no_tensor_of_ours_is_refused() -> None:
         with pytest.raises(LayoutMismatchError, match="copy it to a dense tensor on the CPU"):
             to_array(bad)
     with pytest.raises(ModelError, match=r"dtype='torch\.float64': use one of bfloat16"):
-        dtype_of(torch.zeros(1, dtype=torch.float64))
+        DType.parse(str(torch.float64))
 
 
 MODEL = make_representation(layers=3)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from docs.blocks import PAGES, ROOT
 
-from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
+from kvstore.cli.simulate import make_blocks, read_trace, replay_blocks
 from kvstore.proto.types import DType, KVLayout, LayerGroup, LayerKind, Model, RopeParameters
 
 DOCS = ROOT / "docs"
@@ -153,7 +153,7 @@ def test_the_hits_are_those_of_the_command_above_them() -> None:
     assert command is not None
     assert hits is not None
     trace = make_blocks(read_trace(ROOT / command[1]))
-    outcomes = [replay_blocks(trace, Terms("hit_density", size)) for size in command[2].split(",")]
+    outcomes = [replay_blocks(trace, "hit_density", size) for size in command[2].split(",")]
     found = [f"{one.token_hit_rate:.2%}".replace("%", " %") for one in outcomes]
     assert [cell.strip() for cell in hits[1].split("|")] == found
 

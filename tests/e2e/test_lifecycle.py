@@ -20,7 +20,7 @@ from helpers.server_process import ServerProcess
 
 from kvstore.cli.__main__ import main
 from kvstore.cli.server import fetch_status
-from kvstore.cli.simulate import Terms, make_blocks, read_trace, replay_blocks
+from kvstore.cli.simulate import make_blocks, read_trace, replay_blocks
 from kvstore.cli.trace import record, replay_trace
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
@@ -205,7 +205,7 @@ def fill(process: ServerProcess, folder: Path) -> int:
 def simulated(path: Path, policy: str, blocks: int) -> tuple[int, int]:
     """Return the blocks hit and asked for, on a tier of so many."""
     trace = make_blocks(read_trace(path))
-    outcome = replay_blocks(trace, Terms(policy, str(512 * blocks), kv_bytes_per_token=1))
+    outcome = replay_blocks(trace, policy, str(512 * blocks), kv_bytes_per_token=1)
     asked = sum(one.known for one in trace.requests)
     return round(outcome.block_hit_rate * asked), asked
 

@@ -85,6 +85,7 @@ def test_an_engine_that_nobody_understands_starts_and_every_request_is_a_counted
     stats = made.get_kv_connector_stats()
     assert stats is not None
     assert stats.data == {"lookups": 1, "miss_AttributeError": 1, "prompt_tokens": 9}
+    assert made.get_kv_connector_stats() is None, "nothing was counted since"
     made.shutdown()
 
 

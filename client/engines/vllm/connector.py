@@ -6,6 +6,7 @@ engine whose KV has no name, or unsupported pages, runs without the store and lo
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -14,11 +15,7 @@ import torch
 import vllm
 from vllm.config import VllmConfig
 from vllm.distributed import get_tensor_model_parallel_rank, kv_events
-from vllm.distributed.kv_transfer.kv_connector.v1 import base
-from vllm.distributed.kv_transfer.kv_connector.v1.metrics import (
-    KVConnectorPromMetrics,
-    KVConnectorStats,
-)
+from vllm.distributed.kv_transfer.kv_connector.v1 import base, metrics
 from vllm.logger import init_logger
 from vllm.v1.core import kv_cache_utils
 from vllm.v1.core.sched import output as sched_output
@@ -28,23 +25,11 @@ from kvstore.client.chunk import Shard
 from kvstore.client.client import Client
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.identity import BYTE_ROWS, NO_ROPE, byte_group
+from kvstore.client.engines.vllm import messages
 from kvstore.client.engines.vllm.blocks import BlockWriter, with_heads
 from kvstore.client.engines.vllm.events import EventMaker, KVEvents
-from kvstore.client.engines.vllm.identity import (
-    KVCacheShape,
-    hashes_inputs,
-    model_of,
-    shape_of,
-)
-from kvstore.client.engines.vllm.messages import (
-    INCOMPATIBLE,
-    FlopsModel,
-    FollowedTables,
-    Role,
-    StepPlan,
-    VllmSettings,
-    WorkerReport,
-)
+from kvstore.client.engines.vllm.identity import KVCacheShape, hashes_inputs, model_of, shape_of
+from kvstore.client.engines.vllm.messages import VllmSettings
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
 from kvstore.client.engines.vllm.worker import VllmWorker
 from kvstore.client.options import ClientOptions
@@ -72,14 +57,14 @@ event_keys: Callable[[list[Any]], Any] = getattr(
 class StepMetadata(base.KVConnectorMetadata):  # type: ignore[misc]
     """The plan of a step, sent to the workers."""
 
-    plan: StepPlan = field(default_factory=StepPlan)
+    plan: messages.StepPlan = field(default_factory=messages.StepPlan)
 
 
 @dataclass
 class WorkerMetadata(base.KVConnectorWorkerMetadata):  # type: ignore[misc]
     """The workers' report, sent to the scheduler."""
 
-    report: WorkerReport
+    report: messages.WorkerReport
 
     def aggregate(self, other: WorkerMetadata) -> WorkerMetadata:
         """Return the joint report."""
@@ -94,9 +79,10 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
     ) -> None:
         super().__init__(vllm_config, role, kv_cache_config)
         settings = VllmSettings.of(vllm_config.kv_transfer_config.kv_connector_extra_config)
-        self._tables = FollowedTables()
+        self._tables = messages.FollowedTables()
         self._registered: dict[str, torch.Tensor] = {}
         self._is_dropped = False
+        self._reported: Counter[str] = Counter()
         if warning := untested():
             logger.warning(warning)
         is_scheduler = role == base.KVConnectorRole.SCHEDULER
@@ -105,7 +91,7 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
             shape = shape_of(vllm_config, kv_cache_config)
             check_loads_can_fail(shape)
             side = make(vllm_config, settings, shape, kv_cache_config)
-        except (*INCOMPATIBLE, KVStoreError, OSError) as error:
+        except (*messages.INCOMPATIBLE, KVStoreError, OSError) as error:
             logger.error("running without the store: %s: %s", type(error).__name__, error)
             side = _refused(vllm_config, settings, error, is_scheduler=is_scheduler)
         self._side = side
@@ -154,18 +140,12 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         """Return whether to run idle steps: chunks wait in their pages for a free slot."""
         return self._scheduler.has_stores_waiting
 
-    def request_finished(
-        self, request: Any, block_ids: list[int]
-    ) -> tuple[bool, dict[str, Any] | None]:
+    def request_finished(self, request: Any, block_ids: Any) -> tuple[bool, dict[str, Any] | None]:
         """Drop the request; its blocks are free at once, and copied before they are overwritten."""
         self._scheduler.finished(request)
         return False, None
 
-    def request_finished_all_groups(
-        self, request: Any, block_ids: tuple[list[int], ...]
-    ) -> tuple[bool, dict[str, Any] | None]:
-        """Do the same for an engine with several KV cache groups."""
-        return self.request_finished(request, [])
+    request_finished_all_groups = request_finished
 
     def reset_cache(self) -> bool | None:
         """Stop loading earlier chunks: weights may have changed."""
@@ -243,18 +223,19 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
 
     # --- both
 
-    def get_kv_connector_stats(self) -> KVConnectorStats | None:
+    def get_kv_connector_stats(self) -> metrics.KVConnectorStats | None:
         """Return this side's counts since the last call."""
-        counts = self._side.counts()
-        return StoreStats(counts) if counts else None
+        counted = self._side.counted.copy()
+        new, self._reported = counted - self._reported, counted
+        return StoreStats(dict(new)) if new else None
 
     @classmethod
-    def build_kv_connector_stats(cls, data: dict[str, Any] | None = None) -> KVConnectorStats:
+    def build_kv_connector_stats(cls, data: Any = None) -> metrics.KVConnectorStats:
         """Return counts received from another process."""
         return StoreStats(data or {})
 
     @classmethod
-    def build_prom_metrics(cls, *terms: Any) -> KVConnectorPromMetrics:
+    def build_prom_metrics(cls, *terms: Any) -> metrics.KVConnectorPromMetrics:
         """Return the exporter of the counts to vLLM's own metrics."""
         return StoreMetrics(*terms)
 
@@ -263,8 +244,8 @@ class KVStoreConnector(base.KVConnectorBase_V1, base.SupportsHMA):  # type: igno
         self._side.close()
 
 
-def _plan_in(metadata: Any) -> StepPlan:
-    return metadata.plan if isinstance(metadata, StepMetadata) else StepPlan()
+def _plan_in(metadata: Any) -> messages.StepPlan:
+    return metadata.plan if isinstance(metadata, StepMetadata) else messages.StepPlan()
 
 
 def block_writer(name: str, layer: Any, dtype: torch.dtype) -> BlockWriter:
@@ -309,12 +290,6 @@ def event_maker(config: VllmConfig, cache: KVCacheConfig, shape: KVCacheShape) -
     return EventMaker(block_stored, block_removed, hashes, extra_keys, block_tokens, tuple(groups))
 
 
-def publishes_events(config: VllmConfig) -> bool:
-    """Return whether the engine of *config* publishes KV events."""
-    events = config.kv_events_config
-    return events is not None and events.enable_kv_cache_events
-
-
 # --- the two sides
 
 
@@ -325,7 +300,7 @@ def _scheduler(
     if transfer.kv_load_failure_policy != "recompute":
         fix = 'set it to "recompute": else vLLM fails a request whose load failed'
         raise ModelError("kv_load_failure_policy", transfer.kv_load_failure_policy, fix)
-    role = Role(
+    role = messages.Role(
         transfer.is_kv_consumer,
         transfer.is_kv_producer,
         settings.handover_ms,
@@ -334,9 +309,8 @@ def _scheduler(
         getattr(config, "max_concurrent_batches", 1) - 1,
     )
     lookups = _connector(config, settings, shape, None)
-    has_hashes = hashes_inputs(config)
-    scheduler = VllmScheduler(lookups, shape, role=role, has_hashes=has_hashes)
-    if publishes_events(config):
+    scheduler = VllmScheduler(lookups, shape, role=role, has_hashes=hashes_inputs(config))
+    if getattr(config.kv_events_config, "enable_kv_cache_events", False):
         maker, chunk_tokens = event_maker(config, cache, shape), scheduler.chunk_tokens
         scheduler.events = KVEvents(maker, chunk_tokens, shape.ranks * shape.stages)
     return scheduler
@@ -347,8 +321,8 @@ def _worker(
 ) -> VllmWorker:
     connector = _connector(config, settings, shape, get_tensor_model_parallel_rank())
     worker = VllmWorker(connector, shape, settings.queue_bytes)
-    worker.cost = FlopsModel.of(config.model_config.hf_text_config)
-    worker.reports_stores = publishes_events(config)
+    worker.cost = messages.FlopsModel.of(config.model_config.hf_text_config)
+    worker.reports_stores = getattr(config.kv_events_config, "enable_kv_cache_events", False)
     return worker
 
 
@@ -397,7 +371,7 @@ def _refused(config: Any, settings: VllmSettings, error: Exception, *, is_schedu
         return worker
     connector.report_refusal(text)
     reason = str(getattr(error, "field", type(error).__name__))
-    return VllmScheduler(connector, NO_SHAPE, role=Role(loads=False, stores=False), refusal=reason)
+    return VllmScheduler(connector, NO_SHAPE, refusal=reason)
 
 
 def client_of_refused(config: Any, settings: VllmSettings, name: str) -> Client:
@@ -409,21 +383,21 @@ def client_of_refused(config: Any, settings: VllmSettings, name: str) -> Client:
         options = settings.client_options(DEFAULT_CHUNK_TOKENS, name, is_lookup=False)
         options = replace(options, transport="grpc", staging_bytes=1)
         return Client(settings.address, identity, options)
-    except (*INCOMPATIBLE, KVStoreError, OSError):  # invalid settings
+    except (*messages.INCOMPATIBLE, KVStoreError, OSError):  # invalid settings
         return Client(NOWHERE, identity, ClientOptions())
 
 
 # --- counts for vLLM's logs and metrics
 
 
-class StoreStats(KVConnectorStats):  # type: ignore[misc]
+class StoreStats(metrics.KVConnectorStats):  # type: ignore[misc]
     """Counts by name, summed over ranks and time."""
 
     def reset(self) -> None:
         """Reset all counts."""
         self.data: dict[str, int] = {}
 
-    def aggregate(self, other: KVConnectorStats) -> KVConnectorStats:
+    def aggregate(self, other: metrics.KVConnectorStats) -> metrics.KVConnectorStats:
         """Add the counts of *other*."""
         for name, count in other.data.items():
             self.data[name] = self.data.get(name, 0) + count
@@ -438,7 +412,7 @@ class StoreStats(KVConnectorStats):  # type: ignore[misc]
         return not self.data
 
 
-class StoreMetrics(KVConnectorPromMetrics):  # type: ignore[misc]
+class StoreMetrics(metrics.KVConnectorPromMetrics):  # type: ignore[misc]
     """The counter ``vllm:kvstore_events_total``, with the count's name as label ``event``."""
 
     def __init__(self, config: Any, types: Any, labelnames: list[str], values: Any) -> None:

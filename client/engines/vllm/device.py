@@ -62,12 +62,11 @@ class EngineDevicePages:
     ) -> None:
         layouts = blocks.block_layouts_of(shape, registered, writer)
         self.shape = shape
-        some = next(iter(registered.values()))
-        if {pages.shape[2] for pages in registered.values()} != {some.shape[2]}:
-            sizes = sorted({pages.shape[2] for pages in registered.values()})
+        sizes = sorted({pages.shape[2] for pages in registered.values()})
+        if len(sizes) != 1:
             raise LayoutMismatchError("block_tokens", sizes, "kernel blocks must have one size")
-        self.device = some.device
-        self._ratio = shape.block_tokens // int(some.shape[2])
+        self.device = next(iter(registered.values())).device
+        self._ratio = shape.block_tokens // int(sizes[0])
         groups = []
         for group, packing in zip(shape.groups, layouts, strict=True):
             dtype = getattr(torch, group.dtype.name)
@@ -265,17 +264,15 @@ class DeviceSide:
     def _gather(self, gathered: Sequence[tuple[DeviceCopy, int, BlockTables]]) -> None:
         """Queue one launch on the engine's stream for all chunks of a step."""
         layout = self.layouts[True]
-        header = self.headers[layout]
         # Null blocks are skipped: their place in a slot is not put.
         frames = [
-            FrameAt(slot * self.chunk_bytes, header, at * self._chunk_tokens)
+            FrameAt(slot * self.chunk_bytes, self.headers[layout], at * self._chunk_tokens)
             for at, (_, slot, _) in enumerate(gathered)
         ]
         tables = self._pages.tables([one for _, _, one in gathered])
         paged = Paged(self._pages.of(layout), tables)
         stream = self.device.current_stream()
-        kernels = self.reader.kernels
-        stream.launch(partial(kernels.move, self._ring, frames, paged, to_pages=False))
+        stream.launch(partial(self.reader.kernels.move, self._ring, frames, paged, to_pages=False))
         event = stream.record()
         for copy, _, _ in gathered:
             copy.gathered = event
@@ -403,6 +400,4 @@ def _rank_layout(model: Model, shard: Shard | None, tokens: int, *, has_windows:
 
 def _blank_header(layout: KVLayout) -> FrameHeader:
     """Return a header with the segment positions of a raw frame of *layout*."""
-    key = ChunkKey(bytes(32))
-    template = FrameTemplate(key, ROOT, bytes(16), bytes(32), layout)
-    return raw_header(template)
+    return raw_header(FrameTemplate(ChunkKey(bytes(32)), ROOT, bytes(16), bytes(32), layout))

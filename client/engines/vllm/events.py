@@ -9,13 +9,12 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any
 
 from kvstore.client.engines.vllm.messages import ChunkName
 from kvstore.proto.types import ChainDigest
 
-MEDIUM = "STORAGE"
-_WHERE = {"medium": MEDIUM, "locality": "REMOTE", "ownership": "kvstore"}
+_WHERE = {"medium": "STORAGE", "locality": "REMOTE", "ownership": "kvstore"}
 """The location in events: the store is a tier behind the engine's own."""
 MAX_PENDING_CHUNKS = 4096
 """Chunks being stored whose events are kept; beyond that the oldest are not published."""
@@ -23,8 +22,6 @@ MAX_PUBLISHED_CHUNKS = 32_768
 """Chunks published as stored; beyond that the oldest are published as removed."""
 MAX_EVENTS = 65_536
 """Events queued for the engine's next step; chunks beyond that are not published."""
-Event: TypeAlias = Any
-"""A KV event of vLLM."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,8 +33,8 @@ class EventMaker:
     block of a chunk, each with its kind of cache.
     """
 
-    stored: Callable[..., Event]
-    removed: Callable[..., Event]
+    stored: Callable[..., Any]
+    removed: Callable[..., Any]
     hashes: Callable[[Any], Sequence[Any]]
     extra_keys: Callable[[Any, int, int], Any]
     block_tokens: int
@@ -48,7 +45,7 @@ class EventMaker:
 class _Pending:
     """A chunk that some ranks have yet to store."""
 
-    events: list[Event]
+    events: list[Any]
     hashes: list[Any]
     ranks_left: int
 
@@ -62,7 +59,7 @@ class KVEvents:
         self._ranks = ranks
         self._pending: OrderedDict[ChainDigest, _Pending] = OrderedDict()
         self._published: OrderedDict[ChainDigest, list[Any]] = OrderedDict()
-        self._events: list[Event] = []
+        self._events: list[Any] = []
 
     def ordered(self, request: Any, chunks: Sequence[ChunkName]) -> None:
         """Record chunks of *request* that are about to be stored."""
@@ -124,7 +121,7 @@ class KVEvents:
         self._pending.clear()
         self.lost(list(self._published))
 
-    def take(self) -> list[Event]:
+    def take(self) -> list[Any]:
         """Return the events to publish since the last call, in order."""
         events, self._events = self._events, []
         return events

@@ -190,9 +190,7 @@ class LookupWorker:
         *,
         has_ends: bool = False,
         clock: Callable[[], float] = time.monotonic,
-        threads: int | None = None,
     ) -> None:
-        """*threads* 0: no lookups; None: as many as the *role* needs."""
         self._connector = connector
         self._role = role
         self._has_ends = has_ends
@@ -202,7 +200,7 @@ class LookupWorker:
         self._failed_s: float | None = None
         self._waiting = 0
         self._changed = threading.Condition()  # guards _waiting
-        threads = (WAITERS if role.wait_ms else 1) if threads is None else threads
+        threads = WAITERS if role.wait_ms else int(role.loads or role.stores)
         self._threads = DaemonThreads("kvstore-lookup", threads)
         if threads:
             self._do(partial(self._look, ()))

@@ -59,13 +59,11 @@ class RequestTracker:
     is_loaded: bool = False
     is_checked: bool = False
     """Whether its tokens in the engine's own cache were checked for lossy blocks."""
-    load: messages.LoadSpec | None = None
-    """To be sent with the next plan."""
+    load: messages.LoadSpec | None = None  # to be sent with the next plan
     first_chunk: int = 0
     stop_token: int = 0
     """Of its last load."""
-    stored: int | None = None
-    """Chunks stored or being stored."""
+    stored: int | None = None  # chunks stored or being stored
     exact_tokens: int = sys.maxsize
     """Its leading tokens that are exact, as far as is known."""
 
@@ -89,30 +87,28 @@ class VllmScheduler:
         self._lookups = lookups
         self.chunk_tokens = options.chunk_tokens
         self._shape = shape
+        role = messages.Role(loads=False, stores=False) if refusal else role
         self._role = role
         self._clock = time.monotonic
         self._late_s = (options.deadline_ms + role.wait_ms) / 1000 + LATE_S
         self._hasher = RequestHasher(sglang_names=options.sglang_names, has_hashes=has_hashes)
         self._epoch = b""
         self._tracked: dict[str, RequestTracker] = {}
-        self._computing: set[str] = set()
-        """Requests of the last step that are not finished."""
-        self._wait_left_s = TOGETHER_S
-        """How long the next step may still wait for lookups, if there are none."""
+        self._computing: set[str] = set()  # requests of the last step that are not finished
+        self._wait_left_s = (
+            TOGETHER_S  # to wait for lookups before the next step, if there are none
+        )
         self._lossy = LossyBlocks(shape.block_tokens)
         self._recent: OrderedDict[ChainDigest, float] = OrderedDict()
         self.counted: Counter[str] = Counter()
         lookups.client.counts = lambda: {**lookups.counts(), **self.counted}
-        self._reported: Counter[str] = Counter()
         self._refusal = refusal
         self._is_waiting = False
         self._steps: deque[tuple[int, float]] = deque(maxlen=1 + role.steps_ahead)
         """Prompt tokens of each of the last steps, and when it was scheduled."""
         self.events: KVEvents | None = None
         """None if KV events are off."""
-        self._desk = LookupWorker(
-            lookups, role, has_ends=shape.has_ends, threads=0 if refusal else None
-        )
+        self._desk = LookupWorker(lookups, role, has_ends=shape.has_ends)
 
     # --- requests
 
@@ -168,12 +164,10 @@ class VllmScheduler:
             self._await(lookup)
         result = lookup.result
         if result is None:
-            if self._desk.is_down:
-                # No request waits for a retry of the store.
-                return self._counted(tracked, 0, "down")
-            if self._clock() - lookup.began_s < self._late_s:
+            # No request waits for a retry of the store.
+            if not self._desk.is_down and self._clock() - lookup.began_s < self._late_s:
                 return None
-            return self._counted(tracked, 0, "late")
+            return self._counted(tracked, 0, "down" if self._desk.is_down else "late")
         stop = result.ready * self.chunk_tokens
         if self._shape.has_ends and stop >= request.num_tokens:
             # vLLM recomputes the last token, but has freed the block only its window covers.
@@ -391,12 +385,6 @@ class VllmScheduler:
     def has_stores_waiting(self) -> bool:
         """Whether to run idle steps, for chunks that wait in the engine's pages."""
         return self._is_waiting and not self._desk.is_down
-
-    def counts(self) -> dict[str, int]:
-        """Return the counts since the last call; ``counted`` has the totals."""
-        new = self.counted - self._reported
-        self._reported = self.counted.copy()
-        return dict(new)
 
     def close(self) -> None:
         """Stop the lookups and close the client."""

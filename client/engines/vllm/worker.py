@@ -90,8 +90,7 @@ class VllmWorker:
         """*device*: the device of the pages; None: the one they state."""
         self._connector = connector
         self._clock = time.perf_counter
-        self._was_short = False
-        """Whether the last load was partial. For the loading thread."""
+        self._was_short = False  # the last load was partial; for the loading thread
         self._shape = shape
         self._chunk_blocks = connector.client.options.chunk_tokens // shape.block_tokens
         self._queue_bytes = queue_bytes
@@ -100,26 +99,22 @@ class VllmWorker:
         self._loader, self._storer, self._watcher = (
             DaemonThreads(f"kvstore-{name}") for name in ("load", "store", "watch")
         )
-        self._arrived = 0
-        """Grows as data of a load arrives."""
+        self._arrived = 0  # grows as data of a load arrives
+        # Of the engine's thread: chunks whose copy has not begun, and if the last report had any.
         self._waiting: list[_Save] = []
-        """Chunks whose copy has not begun. For the engine's thread."""
         self._was_waiting = False
-        """Whether the last report had waiting chunks. For the engine's thread."""
         self.cost = messages.FlopsModel()
         self.reports_stores = False
         """Whether every stored chunk is reported to the scheduler."""
         self.counted: Counter[str] = Counter()
-        self._reported: Counter[str] = Counter()
         self._refusal = ""
         self._loading = 0
-        self._storing: list[_Save] = []
-        """Chunks copied, or about to be; the first ones are being sent."""
+        self._storing: list[_Save] = []  # copied, or about to be; the first ones are being sent
         self._done: set[str] = set()
         self._failed_blocks: set[int] = set()
         self._failed_loads: set[str] = set()
         self._report = messages.WorkerReport()
-        # Guards the nine fields above; notified when loads and stores end.
+        # Guards the eight fields above; notified when loads and stores end.
         self._changed = threading.Condition()
 
     def register(
@@ -209,13 +204,9 @@ class VllmWorker:
         if spec.terms is not None:  # earlier loads used some of its time
             left_s = max(spec.terms.deadline_s - (began - ordered_s), LEAST_LEFT_S)
             spec = replace(spec, terms=replace(spec.terms, deadline_s=left_s))
-        job = blocks.LoadJob(
-            spec,
-            self._cut(spec.tables, wanted),
-            after,
-            self._note_arrival,
-            lambda: self._clock() - began > within_s,
-        )
+        chunks = self._cut(spec.tables, wanted)
+        is_over = lambda: self._clock() - began > within_s  # noqa: E731
+        job = blocks.LoadJob(spec, chunks, after, self._note_arrival, is_over)
         if side is not None and not is_late:
             self._connector.guard(partial(side.read, job), None)
             self._was_short = max(job.read, len(job.stated)) < wanted
@@ -425,19 +416,9 @@ class VllmWorker:
         report.refusal, report.is_waiting = self._refusal, is_waiting
         return report if was_waiting or report != messages.WorkerReport() else None
 
-    def counts(self) -> dict[str, int]:
-        """Return the counts since the last call; ``counted`` has the totals."""
-        with self._changed:
-            new = self.counted - self._reported
-            self._reported = self.counted.copy()
-        return dict(new)
-
     def close(self) -> None:
         """Finish work in progress, within SHUTDOWN_S, then stop the threads and the client."""
-        is_over = self.settled(SHUTDOWN_S)
-        side, self._side = self._side, None
+        self.drop_pages()
         for threads in (self._loader, self._storer, self._watcher):
             threads.close()
-        if is_over and side is not None:
-            self._connector.guard(side.close, None)
         self._connector.close()

@@ -395,6 +395,20 @@ def test_nobody_holds_threads_by_watching_health_or_by_a_call_without_a_message(
 SESSIONS = 4
 
 
+@pytest.mark.parametrize("port", ["port", "health_port"])
+def test_a_compressed_message_is_refused_before_it_is_unpacked(
+    make_server: ServerMaker, port: str
+) -> None:
+    server = make_server("--health", "127.0.0.1:0")
+    address, squeezed = f"127.0.0.1:{getattr(server.node, port)}", grpc.Compression.Gzip
+    large = ("grpc.max_send_message_length", -1)
+    with grpc.insecure_channel(address, [large], squeezed) as channel:
+        request = health_pb2.HealthCheckRequest(service="x" * (32 << 20))
+        with pytest.raises(grpc.RpcError) as caught:
+            health_pb2_grpc.HealthStub(channel).Check(request, timeout=20)
+    assert caught.value.code() is grpc.StatusCode.UNIMPLEMENTED
+
+
 def connected(server: LocalServer, stack: ExitStack) -> socket.socket:
     host, _, port = server.address.rpartition(":")
     link = stack.enter_context(socket.create_connection((host, int(port)), timeout=20))
