@@ -43,17 +43,17 @@ def rope_parameters(config: Any) -> RopeParameters:
     if not stated:
         return RopeParameters(0.0, 0, "none")
     if "rope_type" in stated:
-        return _rotation(config, stated)
+        return _rotation(stated, head_dim(config))
     factors: dict[str, float] = {}
     for kind, each in stated.items():
         if isinstance(each, dict):
-            rope = _rotation(config, dict(each))
+            rope = _rotation(dict(each), 0)  # heads may differ in size, too
             named = {"theta": rope.theta, f"is_{rope.scaling}": 1.0, **dict(rope.factors)}
             factors.update({f"{kind}.{name}": value for name, value in named.items()})
     return RopeParameters(0.0, 0, "by_layer_type", tuple(sorted(factors.items())))
 
 
-def _rotation(config: Any, stated: dict[str, Any]) -> RopeParameters:
+def _rotation(stated: dict[str, Any], dim: int) -> RopeParameters:
     scaling = str(stated.pop("rope_type", "default"))
     theta = float(stated.pop("rope_theta", 0.0))
     if scaling in _LENGTH_DEPENDENT_ROPE:
@@ -63,7 +63,7 @@ def _rotation(config: Any, stated: dict[str, Any]) -> RopeParameters:
     for name, value in factors.items():
         if not isinstance(value, int | float):
             raise ModelError(f"rope.{name}", value, "only numbers are supported")
-    rotary_dim = int(head_dim(config) * factors.pop("partial_rotary_factor", 1.0))
+    rotary_dim = int(dim * factors.pop("partial_rotary_factor", 1.0))
     numbers = sorted((name, float(value)) for name, value in factors.items())
     return RopeParameters(theta, rotary_dim, scaling, tuple(numbers))
 
@@ -106,7 +106,7 @@ def _groups(config: Any, dtype: DType) -> tuple[LayerGroup, ...]:
         if latent := int(getattr(config, "kv_lora_rank", None) or 0):
             ids = {LayerKind.mla: ids.pop(LayerKind.attention, []), **ids}
             heads, dim = 1, latent + int(config.qk_rope_head_dim)
-    except (AttributeError, TypeError, ZeroDivisionError) as error:
+    except (AttributeError, TypeError, ZeroDivisionError, RuntimeError) as error:
         raise ModelError("config", type(config).__name__, f"states no heads: {error}") from None
     if latent and LayerKind.window in ids:
         fix = "latents of a window are not stored: state the layer groups by Model(...)"

@@ -414,6 +414,14 @@ class Config:
     num_hidden_layers, num_attention_heads, num_key_value_heads, hidden_size = 4, 8, 2, 64
 
 
+class ConfigOfEachLayer(Config):
+    """As Gemma 4's: transformers gives no number for all layers."""
+
+    @property
+    def head_dim(self) -> int:
+        raise RuntimeError("it differs between layers")
+
+
 def test_a_model_is_read_out_of_a_config() -> None:
     model = Model.from_hf(Config(), revision="8f2c1d4")
     assert model.layer_groups == (
@@ -454,6 +462,8 @@ def test_a_config_that_does_not_tell_is_refused_with_what_to_give() -> None:
     refused(num_hidden_layers=None)
     refused(is_encoder_decoder=True)
     refused("give it, as dtype='bfloat16'", dtype=None)
+    with pytest.raises(ModelError, match="states no heads: it differs between layers"):
+        Model.from_hf(ConfigOfEachLayer(), revision="8f2c1d4")
     no_configs: list[Any] = ["Qwen/Qwen3-8B", Path("model"), {"num_hidden_layers": 4}]
     for config in no_configs:
         with pytest.raises(ModelError, match=r"config.*AutoConfig\.from_pretrained"):

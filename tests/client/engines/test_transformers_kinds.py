@@ -68,6 +68,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "mistral, windows alone": ("MistralConfig", {"sliding_window": 40}),
     "mistral, a window within a chunk": ("MistralConfig", {"sliding_window": 12}),
     "gemma2, every other layer": ("Gemma2Config", {"head_dim": 16, "sliding_window": 40}),
+    "gemma4, heads of two sizes": (
+        "Gemma4TextConfig",
+        {
+            "head_dim": 16, "global_head_dim": 32, "sliding_window": 40, "num_kv_shared_layers": 0,
+            "layer_types": ["sliding_attention", "full_attention"] * 2,
+            "vocab_size_per_layer_input": VOCABULARY, "hidden_size_per_layer_input": 8,
+        },
+    ),
     "deepseek, latents": ("DeepseekV3Config", _MLA),
     "granite, mamba": (
         "GraniteMoeHybridConfig",
