@@ -68,7 +68,7 @@ def look_at(address: str, now: ServerStatus, before: ServerStatus | None = None)
     for tier in found["tiers"]:
         tier["what_if"] = {f"{one['scale']:g}": one["hit_ratio"] for one in tier["what_if"]}
     if not now.counters:
-        shown = {"address", "version", "state", "uptime_s", "tiers", "directory"}
+        shown = {"address", "version", "state", "uptime_s", "tiers"}
         found |= dict.fromkeys(found.keys() - shown)
         for tier in found["tiers"]:
             tier |= dict.fromkeys(("capacity_bytes", "used_bytes", "chunks"))
