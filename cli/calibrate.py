@@ -19,10 +19,7 @@ app.group("blend", "Measure", "Reuse of chunks of other prompts.")
 
 
 @app.command(
-    "calibrate",
-    exits="0 1 2 3",
-    example="kvtc ./my-model --text corpus.txt --out assets",
-    section="Measure",
+    "calibrate", exits="0 1 2 3", example="kvtc ./model --text book.txt --out .", section="Measure"
 )
 def calibrate(  # noqa: PLR0913 - each is an option
     address: str,

@@ -311,11 +311,7 @@ def _held_by(chunk: dict[str, Any]) -> str:
 
 @app.command("stat", exits="0 1 2 3", example="3fa95c --json", section="Look")
 def stat(
-    address: str,
-    name: Key,
-    namespace: Namespace = "",
-    model: ModelFile = None,
-    tenant: Tenant = "",
+    address: str, name: Key, namespace: Namespace = "", model: ModelFile = None, tenant: Tenant = ""
 ) -> app.Shown:
     """Show a chunk's metadata, and verify its bytes.
 

@@ -284,9 +284,7 @@ def _pages_of_all(connection: Connection) -> Iterator[EventPage]:
 # --- scrub and drain
 
 
-@app.command(
-    "scrub", exits="0 1 2 3", example="--tiers disk --rate 100MiB", section="Change", where=True
-)
+@app.command("scrub", exits="0 1 2 3", example="--tiers disk", section="Change", where=True)
 def scrub(
     address: str,
     tiers: Annotated[str, app.chosen("Tiers to verify, or the server's", app.TIER_NAMES)] = "",

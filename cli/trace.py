@@ -150,9 +150,7 @@ def replay_trace(address: str, path: Path, chunk_bytes: int) -> Replayed:
 # --- simulate
 
 
-@app.command(
-    "simulate", exits="0 2", example="trace.jsonl --policy all --capacity 5%,10%", section="Measure"
-)
+@app.command("simulate", exits="0 2", example="trace.jsonl --policy all", section="Measure")
 def simulate(
     trace: Annotated[Path, Argument(help="JSONL: Mooncake's blocks or token segments.")],
     policy: Annotated[str, app.chosen("Policies", ("all", *POLICIES))] = "hit_density",
