@@ -84,9 +84,7 @@ def bench(
     address: str,
     chunks: Annotated[int, app.number("Number of chunks.", 1, MAX_CHUNKS)] = 64,
     chunk_bytes: Annotated[int, app.size("Size of each chunk.")] = 1 << 20,
-    transport: Annotated[
-        Literal["auto", "shm", "tcp", "grpc"], Option(help="Transport of the chunks.")
-    ] = "auto",
+    transport: Annotated[Literal["auto", "shm", "tcp", "grpc"], Option(help="Transport.")] = "auto",
 ) -> app.Shown:
     """Write, read back, verify and delete synthetic chunks; report throughput and latency.
 
@@ -149,8 +147,7 @@ def complete_codecs(incomplete: str) -> list[str]:
 @app.command("codecs", exits="0 2", example="raw kvq:2", section="Measure")
 def codecs(
     names: Annotated[
-        list[str] | None,
-        Argument(help="Codecs, such as kvq:2; default: all.", autocompletion=complete_codecs),
+        list[str] | None, Argument(help="As kvq:2; default: all.", autocompletion=complete_codecs)
     ] = None,
 ) -> app.Shown:
     """Measure each codec on this machine, and the link speed up to which it pays."""

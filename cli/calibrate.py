@@ -36,8 +36,7 @@ def calibrate(  # noqa: PLR0913 - each is an option
     representation: Annotated[str | None, Option(metavar="HEX", help="Model of the dumps.")] = None,
     tokens: Annotated[int, app.number("Tokens of the text to use.")] = 8192,
     codec: Annotated[
-        str,
-        Option(help="gate: the codec whose copies are compared.", autocompletion=complete_codecs),
+        str, Option(help="gate: the codec of the copies.", autocompletion=complete_codecs)
     ] = "",
     prompts: Annotated[
         Path | None,

@@ -248,7 +248,9 @@ def _prompts(path: Path, model: PreTrainedModel, tokenizer: Any) -> list[tuple[s
     form = '{"prompt": "..."} or {"tokens": [1, 2, ...]}'
     found = []
     for line, row in read_lines("prompts", path, form, PromptLine):
-        tokens = tokenizer(row.prompt)["input_ids"] if row.prompt else list(row.tokens)
+        tokens = list(row.tokens)
+        if row.prompt and not tokens:
+            tokens = tokenizer(row.prompt)["input_ids"]
         if not 0 < len(tokens) <= limit:
             fix = f"1 to {limit} tokens, not {len(tokens)}; a line is {form}"
             raise InvalidRequestError("prompts", line, fix)
