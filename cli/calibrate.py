@@ -58,9 +58,8 @@ def calibrate(  # noqa: PLR0913 - each is an option
         return
     if out is None:
         raise InvalidRequestError("out", None, "give --out DIR for the asset")
-    made, asset = make_asset(
-        AssetKind[kind], samples_of(sources, text, representation, tokens), out
-    )
+    samples = samples_of(sources, text, representation, tokens)
+    made, asset = make_asset(AssetKind[kind], samples, out)
     print(f"{made}: {made.stat().st_size} bytes, digest {asset.digest.hex()}")
 
 

@@ -170,10 +170,7 @@ def open_session(
 
 
 def find(clients: Sequence[Client], digits: str) -> tuple[Client, ChunkKey] | None:
-    """Return the chunk whose digest or key begins with *digits*, or None.
-
-    Raises InvalidRequestError if several do.
-    """
+    """Return the only chunk that begins with *digits*, or None. Raises InvalidRequestError."""
     begun = digits
     if len(digits) > DIGEST_DIGITS:
         namespace, begun = digits[:DIGEST_DIGITS], digits[DIGEST_DIGITS:]

@@ -72,10 +72,7 @@ class QuestionLine(msgspec.Struct):
 def samples_of(
     sources: Sequence[Path], text: Path | None, representation: str | None, tokens: int
 ) -> Samples:
-    """Return samples to calibrate a codec with, from a model's folder and a text, or KV dumps.
-
-    Uses at most *tokens* of the text. Raises InvalidRequestError if something is missing.
-    """
+    """Return samples of a model on *tokens* of a text, or of dumps. Raises InvalidRequestError."""
     if tokens < CHUNK_TOKENS:
         raise InvalidRequestError("tokens", tokens, f"give at least {CHUNK_TOKENS}")
     is_dump = representation is not None or sources[0].suffix in DUMPS
@@ -102,10 +99,7 @@ def read_text(option: str, path: Path) -> str:
 
 
 def read_lines(option: str, path: Path, form: str, kind: type[T]) -> Iterator[tuple[str, T]]:
-    """Yield the name of each JSON line in a file, and the line as a *kind*.
-
-    Raises InvalidRequestError with the line and the expected *form* if it is none.
-    """
+    """Yield the name of each JSON line, and the line as a *kind*. Raises InvalidRequestError."""
     for number, line in enumerate(read_text(option, path).splitlines(), 1):
         if not line.strip():
             continue

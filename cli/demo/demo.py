@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from kvstore.cli.app import EXIT_NOT_HELD, Grid, Shown, command, fail, number, path, progress, show
 from kvstore.cli.calibrate import check_extras
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, printable
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 MODEL = Path(__file__).with_name("tinylm")
 ENGINE_S = 300.0
@@ -25,6 +26,7 @@ START_S = 60.0
 _GREETING = "kvstore-server listening on "
 _WEIGHTS = ("*.safetensors", "*.bin")
 _MODULE = (sys.executable, "-P", "-m")  # -P: imports nothing from the working directory
+_say = partial(print, flush=True)
 _STEPS = {
     "first": "2. one engine process computes the prompt and stores it ...",
     "second": "3. another loads it, and times its first token both ways ...",
@@ -58,10 +60,6 @@ def demo(
     show(Shown(figures, _text(figures), held=not figures["problems"]), as_json=False)
 
 
-def _say(text: str) -> None:
-    print(printable(text), flush=True)
-
-
 def check_model(folder: Path, prompt_tokens: int) -> None:
     """Raise InvalidRequestError unless *folder* has a model that accepts *prompt_tokens*."""
     check_extras(folder)
@@ -87,10 +85,7 @@ def check_model(folder: Path, prompt_tokens: int) -> None:
 
 
 class ServerChild:
-    """One kvstore-server process on a free loopback port; *folder* holds its disk tier.
-
-    It may be restarted, with the same disk and another port.
-    """
+    """A server process on a free loopback port; *folder* has its disk tier, for a restart, too."""
 
     def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
         self.log_file = folder / "server.log"
