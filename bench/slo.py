@@ -220,7 +220,7 @@ class _SimulatedGet(LevelledGet):
         self._now.now_s = max(self._now.now_s, until_s)
 
     def _step(self) -> None:
-        """Run one step of the engine's thread, as ``_found_beside`` does."""
+        """Run one step of the engine's thread, as ``_run_beside`` does."""
         if self._is_idle:
             self._next_step_s = float("inf")
             self._finish()

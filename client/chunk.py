@@ -12,7 +12,7 @@ from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import chain, pairwise
+from itertools import chain, pairwise, repeat
 from numbers import Real
 from types import SimpleNamespace
 from typing import TYPE_CHECKING, Any, TypeAlias
@@ -34,6 +34,7 @@ from kvstore.proto.types import (
     ChainDigest,
     ChunkKey,
     ChunkShard,
+    Component,
     DType,
     Extent,
     KVLayout,
@@ -195,18 +196,22 @@ def _span(name: str, array: Part) -> tuple[int, int]:
     return start + before, start + before + size
 
 
-def to_arrays(tensors: LayerTensors) -> AnyTensors:
+def to_arrays(tensors: LayerTensors, components: Sequence[Component] = ()) -> AnyTensors:
     """Return the arrays of a whole chunk's tensors; those in an engine's blocks are not copied.
 
-    Raises LayoutMismatchError.
+    Raises LayoutMismatchError, also for other types than those of *components*.
     """
     for some in (tensors, *tensors) if isinstance(tensors, Sequence) else (tensors,):
         if not isinstance(some, Sequence):
             raise LayoutMismatchError("tensors", type(some).__name__, _FORM)
-    return [
-        layers if isinstance(layers, BlockStack) else [layer_arrays(parts) for parts in layers]
-        for layers in tensors
-    ]
+    found: list[Any] = []
+    for layers, component in zip(tensors, chain(components, repeat(None)), strict=False):
+        dtype = None if component is None else component.dtype
+        is_stack = isinstance(layers, BlockStack)
+        some = layers[:1] if is_stack else layers  # those of a stack are alike
+        arrays = [layer_arrays(parts, dtype) for parts in some]
+        found.append(layers if is_stack else arrays)
+    return found
 
 
 def layer_arrays(
@@ -233,16 +238,7 @@ def arrays_of(layout: KVLayout, tensors: LayerTensors) -> AnyTensors:
 
     Raises LayoutMismatchError unless they have *layout*.
     """
-    if len(tensors) != len(layout.components):
-        raise LayoutMismatchError("components", len(tensors), f"give {len(layout.components)}")
-    found: list[Any] = []
-    for component, layers in zip(layout.components, tensors, strict=True):
-        if isinstance(layers, BlockStack):  # its layers are alike
-            for parts in layers[:1]:
-                layer_arrays(parts, component.dtype)
-            found.append(layers)
-        else:
-            found.append([layer_arrays(parts, component.dtype) for parts in layers])
+    found = to_arrays(tensors, layout.components)
     check_tensors(layout, found)
     return found
 

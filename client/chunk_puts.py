@@ -72,11 +72,14 @@ def put_whole(
     def work(transport: Transport, left_ms: LeftMs) -> list[Put]:
         session, important = transport.session, list[tuple[Chunk, int]]()
         packed(list(map(_KEY, chunks)), session.namespace)
-        outgoing = []
+        model, outgoing = session.representation, []
         for chunk in chunks:
-            outgoing.append(_outgoing(session, chunk, shard))
+            layout = layout_of(chunk, model, None if shard is None else shard.layers)
+            part = None if shard is None else shard.in_chunk(model, layout)
+            arrays = arrays_of(layout if part is None else part.layout, chunk.tensors)
+            outgoing.append(Outgoing(_template(session, chunk, layout), arrays, part))
             if chunk.importance is not None:
-                important.append((chunk, outgoing[-1].template.layout.tokens))
+                important.append((chunk, layout.tokens))
         if important:
             _weigh(link, session, important, left_ms)
         return _put(transport, outgoing, PutTerms(durable, 0, hints), left_ms)
@@ -126,14 +129,6 @@ def put_by_layers(
         return link.run(lambda now, left: _put(now, frames, terms, left), left_ms())
 
     return LayeredPut(link.model, templates, store, spans)
-
-
-def _outgoing(session: Session, chunk: Chunk, shard: Shard | None) -> Outgoing:
-    model = session.representation
-    layout = layout_of(chunk, model, None if shard is None else shard.layers)
-    part = None if shard is None else shard.in_chunk(model, layout)
-    arrays = arrays_of(layout if part is None else part.layout, chunk.tensors)
-    return Outgoing(_template(session, chunk, layout), arrays, part)
 
 
 def layout_of(chunk: Chunk, model: Model, layers: Span | None = None) -> KVLayout:

@@ -478,13 +478,18 @@ class Pool(Generic[C]):
             one.close()
         self.idle = []
 
+    def close_idle(self) -> None:
+        """Close the idle ones: what broke one without a sign may have broken all."""
+        with self._lock:
+            idle, self.idle = self.idle, []
+        for one in idle:
+            one.close()
+
     def close(self) -> None:
         """Close the idle ones and fail the calls in progress. Idempotent."""
         with self._lock:
             self._is_closed = True
-            idle, self.idle = self.idle, []
-        for one in idle:
-            one.close()
+        self.close_idle()
         self.hang_up(KVStoreError("the client is closed"))
 
 

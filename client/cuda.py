@@ -112,11 +112,10 @@ class DeviceRing:
             there = f"on {terms.arena_device}" if terms.arena_device else "nowhere"
             return f"the server's gpu tier is {there}, the ring on {identity}"
         token = unix_socket.device_token(identity)
+        request = unix_socket.Request(unix_socket.Op.ring, len(self.memory), token)
         exported = self.device.export(self.memory)
         try:
-            answer = transport.slabs.send_descriptor(
-                unix_socket.Request(unix_socket.Op.ring, len(self.memory), token), exported
-            )
+            answer = transport.slabs.send_descriptor(request, exported)
         finally:
             os.close(exported)
         is_taken = answer is unix_socket.Reply.ok
@@ -255,10 +254,10 @@ class CudaTransport(ShmTransport):
         confirms: list[Callable[[], None]] = []
         for place in places:
             slab = self.slabs.slab_of(place)
-            slab.confirm(place.offset, place.generation)
+            confirms.append(partial(slab.confirm, place.offset, place.generation))
+            confirms[-1]()
             registration.add(place.number, slab.data)
             frames.append(slab.data[place.offset : place.offset + place.size_bytes])
-            confirms.append(partial(slab.confirm, place.offset, place.generation))
         return Run(index, (), frames, confirms)
 
     @override

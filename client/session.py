@@ -159,19 +159,13 @@ def peer_pid(link: socket.socket) -> int:
 
 def is_runnable(pid: int) -> bool:
     """Whether any thread of a process has, or waits for, a core or a disk."""
-    try:
-        threads = list((_PROC / str(pid) / "task").iterdir())
-    except OSError:
-        return False
-    return any(_state(thread) in _RUNNING for thread in threads)
-
-
-def _state(thread: Path) -> str:
-    try:
-        # The name comes first, in parentheses, and may have spaces.
-        return (thread / "stat").read_text().rpartition(") ")[2][:1]
-    except OSError:  # it ended
-        return ""
+    with suppress(OSError):  # the process ended
+        for thread in (_PROC / str(pid) / "task").iterdir():
+            with suppress(OSError):  # the thread ended
+                # Its name comes first, in parentheses, and may have spaces.
+                if (thread / "stat").read_text().rpartition(") ")[2].startswith(_RUNNING):
+                    return True
+    return False
 
 
 def hangs(terms: pb.OpenSessionResponse, pid: int) -> bool:

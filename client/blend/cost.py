@@ -46,8 +46,6 @@ LOAD_FACTOR = 2.0
 """The wait for loads, as a multiple of recent load times."""
 FIRST_WAIT_S = 1.0
 """The wait until a full prefill was measured."""
-_FADING = 0.8
-"""Decay of the slowest load time per load."""
 Action: TypeAlias = Literal["full", "prefix", "blend"]
 
 
@@ -247,8 +245,7 @@ class BlendPlanner:
             return
         work = Work.of(report.rows, tokens, tokens - miss)
         if report.attention is not None:
-            probe = Work.of([miss], tokens, 0)
-            work = Work(*(a + b for a, b in zip(work, probe, strict=True)))
+            work = Work(*(a + b for a, b in zip(work, Work.of([miss], tokens, 0), strict=True)))
         self.blend.observe(work, report.total_s - report.wait_s)
         self.observe_load(loaded_bytes, report.load_s)
 
@@ -262,7 +259,8 @@ class BlendPlanner:
             return
         self._link.observe(size_bytes, seconds)
         with self._lock:
-            self._byte_s = max(seconds / size_bytes, _FADING * (self._byte_s or 0.0))
+            faded = 0.8 * (self._byte_s or 0.0)  # the slowest so far counts less with each load
+            self._byte_s = max(seconds / size_bytes, faded)
 
     def wait_s(self, tokens: int, size_bytes: int) -> float:
         """Return the total wait for loads of *size_bytes*, for a prompt of *tokens* tokens."""

@@ -11,6 +11,7 @@ import time
 from collections import deque
 from collections.abc import Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from functools import partial, reduce
 from typing import Protocol
@@ -69,7 +70,7 @@ class MemorySource:
         """Do nothing: all rows are in memory."""
 
 
-class LayerLoader:
+class LayerLoader(AbstractContextManager["LayerLoader"]):
     """Reads *layers* of *source* ahead, in a thread that a with statement ends.
 
     *patience_s*: how long ``take`` waits for all of them; for one at most LAYER_WAIT_S.
@@ -83,9 +84,6 @@ class LayerLoader:
         self.wait_s = 0.0
         self._thread = ThreadPoolExecutor(1, "kvstore-blend")
         self._pending = deque(self._thread.submit(self._load, i) for i in range(layers))
-
-    def __enter__(self) -> LayerLoader:
-        return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         # After an error a source's call in progress is left to its own deadline.
@@ -273,9 +271,8 @@ class Blender:
             work = LayerPass(plan.tokens, rows, last, chosen if measure == "deviation" else None)
             logits = work.run(adapter, kv_of)
         is_approx = torch.isin(work.rows, selectors.rows_of(plan, "approx").to(work.rows.device))
-        selected, counts = work.rows[is_approx], tuple(work.row_counts)
-        loads = loader.load_s, loader.wait_s
-        report = BlendReport(selected, counts, work.deviation, attention, *loads)
+        found = (work.rows[is_approx], tuple(work.row_counts), work.deviation, attention)
+        report = BlendReport(*found, loader.load_s, loader.wait_s)
         return BlendResult(logits, tuple(work.kv), plan.count("approx") > 0, report)
 
     def _probed(

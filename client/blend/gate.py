@@ -31,8 +31,6 @@ between two dtypes of one model, so their order does not measure a blend."""
 WORST = 1e3
 """Nats for logits that are not numbers or exclude a token that the full prefill may choose: keeps
 means finite for reports."""
-_LARGEST_HALF = 65504.0
-_LATE = ("DeadlineError", "TierUnavailableError")
 _PRIOR, _PRIOR_BYTES_PER_S = Speed(0.0, 0.0, 1e-4, 1e-9), 1e9
 """Placeholders until a measurement; no decision uses them."""
 
@@ -212,7 +210,7 @@ class GuardedBlender:
         # A shadow request is answered from a full prefill, so its blend may take any time.
         patience_s = math.inf if resolved.found.is_shadow else within_s
         result = self._blender.blend(plan, source, patience_s=patience_s)
-        if result.report.failure.startswith(_LATE):
+        if result.report.failure.startswith(("DeadlineError", "TierUnavailableError")):
             self._planner.observe_load(source.loaded_bytes, within_s)
             resolved.abandon()
         elif result.is_blended:
@@ -241,13 +239,16 @@ def _report(
             span = slice(segment.start, segment.end)
             wanted = [(k[:, span].cpu(), v[:, span].cpu()) for k, v in full.kv]
             found[span] = deviations(wanted, source.stored(index)).numpy()
-        found[sorted(source.left_out)] = -1.0
     elif done.deviation is not None:
         layer = CHECK_LAYER  # all approximate rows were computed up to here
         found = done.deviation.cpu().numpy()
     if found is None or not np.isfinite(found).all():
         found = np.empty(0, np.float32)
-    halves, levels = found.clip(max=_LARGEST_HALF).astype("<f2"), _levels(done.attention)
+    halves = found.clip(max=np.finfo(np.float16).max).astype("<f2")
+    attention, levels = done.attention, b""
+    if attention is not None and float(attention.max()) > 0:
+        scaled = attention.float().cpu() * (255 / float(attention.max()))
+        levels = scaled.round().to(torch.uint8).numpy().tobytes()
     is_selected = np.zeros(len(plan.tokens), bool)
     is_selected[done.selected.cpu().numpy()] = True
     chunks = []
@@ -264,11 +265,3 @@ def _report(
         full_ms=1e3 * full.report.total_s if full is not None else 0.0,
         shadow=None if shadow is None else shadow.reported,
     )
-
-
-def _levels(attention: Tensor | None) -> bytes:
-    """Return attention as bytes, scaled to a maximum of 255; b"" if there is none."""
-    if attention is None or not float(attention.max()) > 0:
-        return b""
-    scaled = attention.float().cpu() * (255 / float(attention.max()))
-    return scaled.round().to(torch.uint8).numpy().tobytes()

@@ -145,8 +145,7 @@ class BlendPlan:
 
     def chosen_tokens(self, ratio: float) -> float:
         """Return how many ``approx`` tokens *ratio*, or a higher one of a segment, computes."""
-        found = self.of_kind("approx")
-        return sum(len(one) * max(ratio, one.ratio or 0.0) for _, one in found)
+        return sum(len(one) * max(ratio, one.ratio or 0.0) for _, one in self.of_kind("approx"))
 
 
 def _check_share(field_name: str, value: float) -> None:
@@ -223,8 +222,7 @@ def name_segments(
             piece = data[4 * start : 4 * stop]
             above, parent = parent, chain_digest(parent, piece, extra if parent == ROOT else ())
             if stop - start >= MIN_CHUNK_TOKENS:
-                content = content_digest(piece, extra)
-                chunks.append(NamedChunk(start, stop, parent, above, content))
+                chunks.append(NamedChunk(start, stop, parent, above, content_digest(piece, extra)))
         found.append(NamedSegment(one.start, one.stop, tuple(chunks), one.approximate))
     return found
 

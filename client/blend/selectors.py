@@ -20,8 +20,6 @@ CHECK_LAYER = 1
 """The layer where fresh values are compared with stored ones: layer 0 cannot deviate."""
 _FLOOR = 0.05
 """The weight in ``hybrid`` of a row without deviation so far: scores age."""
-_CHOSEN = 2.0
-"""More than any score: marks rows of the first half of ``hybrid``."""
 Measure: TypeAlias = Literal["deviation", "attention"]
 
 
@@ -31,7 +29,6 @@ def first_k(plan: BlendPlan, measured: Tensor | None) -> Tensor:
     A chunk prefilled alone has its own attention sink at its start, which it loses after other
     tokens. LegoLink recomputes a fixed k of at most 32; here k follows the ratio.
     """
-    del measured
     shares = plan.shares()
     return _ranges(
         (one.start, one.start + math.ceil(shares[index] * len(one) - 1e-9))
@@ -73,7 +70,7 @@ def hybrid(plan: BlendPlan, measured: Tensor | None) -> Tensor:
         return most_measured(plan, measured)
     scores = scores.to(measured.device)
     chosen = torch.zeros_like(scores)
-    chosen[pick_share(plan, measured * (_FLOOR + scores), of_ratio=0.5)] = _CHOSEN
+    chosen[pick_share(plan, measured * (_FLOOR + scores), of_ratio=0.5)] = 2.0  # over any score
     return pick_share(plan, scores + chosen)
 
 

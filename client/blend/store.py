@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Generator, Iterator, Mapping, Sequence
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from functools import partial
+from itertools import accumulate
 
 import torch
 from torch import Tensor
@@ -30,10 +31,9 @@ SAMPLED_LAYERS = 8
 """Limit of layers measured, evenly spaced."""
 MAX_CONTEXT = 16
 """The nearest preceding chunks that are reported; a server accepts no more."""
-_HIGHEST_PRIORITY = 255
 
 
-class StoreSource:
+class StoreSource(AbstractContextManager["StoreSource"]):
     """A LayerSource over the reply to a Resolve, and its ``plan``.
 
     *tokens* are the prompt's. Chunks that are consecutive here and in their own prompt form one
@@ -106,12 +106,9 @@ class StoreSource:
                 self.close()
         if layer is None or layer.id != self._layer_ids[i]:
             return {}
-        found, count = dict[int, LayerKV](), len(layer.tensors)
-        for index, chunks in self._chunks.items():
-            count -= len(chunks)
-            if count >= 0:
-                found[index] = self._tensors[index][i]
-        return found
+        ends = accumulate(map(len, self._chunks.values()))
+        count, all_ends = len(layer.tensors), zip(self._chunks, ends, strict=True)
+        return {index: self._tensors[index][i] for index, end in all_ends if end <= count}
 
     def _begun(self) -> Generator[Layer, None, None]:
         out = []
@@ -146,9 +143,6 @@ class StoreSource:
             with suppress(ValueError):  # raised by a running generator
                 self._layers.close()
 
-    def __enter__(self) -> StoreSource:
-        return self
-
     def __exit__(self, *_: object) -> None:
         self.close()
 
@@ -182,7 +176,7 @@ def _planned(
                 chunk_id=first.wanted.content if len(run) == 1 else b"",
                 src_pos=first.best.position,
                 ratio=first.ratio if first.ratio > ratio else None,
-                scores=tuple(level / _HIGHEST_PRIORITY for level in priority) or None,
+                scores=tuple(level / 255 for level in priority) or None,
                 origin=origin,
                 extra=resolved.terms.names,
             )

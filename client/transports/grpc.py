@@ -39,20 +39,16 @@ class StreamTransport(Transport):
     def _messages(
         self, chunks: Sequence[Outgoing], opening: pb.PutRequest
     ) -> Iterator[pb.PutRequest]:
-        session_id = self.session.terms.session_id
+        session_id, message = self.session.terms.session_id, opening
         scratch = np.empty(max((c.frame_bytes for c in chunks), default=0), np.uint8)
-        for number, chunk in enumerate(chunks):
+        for chunk in chunks:
             frame = scratch[: chunk.frame_bytes]
             chunk.encode(frame)
             for start in range(0, len(frame), MESSAGE_BYTES):
-                message = pb.PutRequest(
-                    session_id=session_id, data=frame[start : start + MESSAGE_BYTES].tobytes()
-                )
-                if not start:
-                    message.frame_bytes = len(frame)
-                if not start and not number:
-                    message.MergeFrom(opening)
+                message.frame_bytes = 0 if start else len(frame)
+                message.data = frame[start : start + MESSAGE_BYTES].tobytes()
                 yield message
+                message = pb.PutRequest(session_id=session_id)
 
     @override
     @contextmanager

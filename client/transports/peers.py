@@ -23,7 +23,7 @@ from kvstore.proto.types import DIGEST_BYTES
 
 TIER = "peer"
 MAX_LENDERS = 16
-"""Servers to connect to; the oldest entry is evicted."""
+"""Servers to connect to; one that was not read from for AGAIN_S makes way for another."""
 SILENCE_S = 0.25
 """Timeout of the next bytes, before the own server is used."""
 AGAIN_S = 30.0
@@ -33,12 +33,13 @@ AGAIN_S = 30.0
 @dataclass(slots=True)
 class _Lender:
     """Another server; ``streams`` if it granted access, which is requested (again) at ``due_s``, in
-    monotonic seconds; infinite during a request.
+    monotonic seconds; infinite during a request. ``used_s``: when it was added, or read from.
     """
 
     due_s: float = -math.inf
     streams: Pool[FrameStream] | None = None
     session_id: int = 0
+    used_s: float = 0.0
 
 
 class PeerReads:
@@ -66,7 +67,7 @@ class PeerReads:
             return
         for number in numbers:
             with self._lock:
-                known = self.lenders.get(number) or _Lender()
+                known = self.lenders.get(number) or _Lender(used_s=self._clock())
                 if self._is_closed or self._clock() < known.due_s or not self._has_space(number):
                     continue
                 known.due_s = math.inf
@@ -76,9 +77,10 @@ class PeerReads:
             ).start()
 
     def _has_space(self, number: int) -> bool:
-        """Whether another may be added; evicts the oldest if needed."""
+        """Whether another may be added; evicts one that is not used if needed."""
         if number not in self.lenders and len(self.lenders) >= MAX_LENDERS:
-            first = next((n for n, one in self.lenders.items() if one.due_s < math.inf), None)
+            rows, since = self.lenders.items(), self._clock() - AGAIN_S
+            first = next((n for n, x in rows if x.used_s < since and x.due_s < math.inf), None)
             if first is None:
                 return False
             _close(self.lenders.pop(first))
@@ -104,7 +106,8 @@ class PeerReads:
         except KVStoreError:
             self._skip(lender)
             return
-        new = _Lender(requested_at + reply.valid_ms / 2000, streams, reply.session_id)
+        due_s = requested_at + reply.valid_ms / 2000
+        new = _Lender(due_s, streams, reply.session_id, lender.used_s)
         with self._lock:
             if not self._is_closed:
                 self.lenders[number], new = new, lender
@@ -127,6 +130,7 @@ class PeerReads:
             streams = lender.streams
         if streams is None:
             return first
+        lender.used_s = self._clock()
 
         def renumbered(index: int, frame_bytes: int, start: Bytes) -> DirectFrame | None:
             return direct(first + index, frame_bytes, start)

@@ -344,6 +344,7 @@ class BulkTransport(StreamTransport):
             except TierUnavailableError:
                 stream = None
             except DeadlineError as error:
+                self.streams.close_idle()
                 self.session.connection.breaker.record(error, until)
                 raise
             yield stream

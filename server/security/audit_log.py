@@ -96,7 +96,7 @@ class AuditLog:
             self._file.close()
 
     def _write(self, at_s: float, event: Event, lost: int) -> None:
-        if self._file.tell() >= self._file_bytes:
+        if self._file.tell() >= self._file_bytes or not self._path.exists():
             self._turn_over()
         found = asdict(event) | {"lost": lost}
         known = {n: v[:256] if isinstance(v, str) else v for n, v in found.items() if v}
@@ -108,7 +108,7 @@ class AuditLog:
 
     def _turn_over(self) -> None:
         self._file.flush()  # a close that fails would drop the lines
-        if self._path.exists():  # otherwise the new file could not be opened the last time
+        if self._path.exists():  # else it was moved, or the new file could not be opened last time
             for number in range(KEPT_FILES - 1, 1, -1):
                 older = _aside(self._path, number - 1)
                 if older.exists():

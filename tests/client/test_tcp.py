@@ -8,6 +8,7 @@ import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack, closing, contextmanager, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -66,6 +67,25 @@ class TestBulkTransport(BulkChannelContract):
             for arriving in gets:
                 assert [one.index for one in arriving.frames] == [0, 1]
         assert len(bare.streams.idle) == MAX_STREAMS
+
+    def test_a_stream_without_an_answer_takes_along_the_idle_ones_that_may_be_as_dead(
+        self, bare: BulkTransport, client: Client, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        plan, ended = plan_of(store(client, 1, 2)), threading.Event()
+        with ExitStack() as stack:
+            for _ in range(3):
+                stack.enter_context(bare.read(plan))
+        assert len(bare.streams.idle) == 3
+
+        def silent(*_: object) -> Iterator[float]:
+            ended.wait(SOON_S)
+            yield from ()
+
+        monkeypatch.setattr(BulkService, "get", silent)
+        with pytest.raises(DeadlineError), bare.read(replace(plan, deadline_ms=100)):
+            pass
+        ended.set()
+        assert bare.streams.idle == []
 
     def test_a_server_that_is_late_within_a_get_shuts_the_gate(
         self, bare: BulkTransport, client: Client, monkeypatch: pytest.MonkeyPatch

@@ -378,8 +378,8 @@ class Updates:
         self.drawn += 1
         return b"%d" % self.drawn
 
-    def epoch(self, **settings: bool) -> WeightsEpoch:
-        return WeightsEpoch(lambda: self.version, self.agree, **settings)
+    def epoch(self, *, resets_on_flush: bool = True) -> WeightsEpoch:
+        return WeightsEpoch(lambda: self.version, self.agree, resets_on_flush=resets_on_flush)
 
 
 def test_sglang_26792_pages_of_older_weights_are_never_loaded_nor_stored_as_new_ones(

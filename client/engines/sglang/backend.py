@@ -11,6 +11,7 @@ import importlib
 import itertools
 import os
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from functools import partial
 from operator import attrgetter
 from typing import Any
@@ -51,24 +52,21 @@ _flushes = itertools.count(1)
 
 def of_engine(getter: str, field: str = "") -> Any:
     """Return the result of this process's engine's *getter*, or its *field*; None without one."""
-    try:
+    with suppress(*NO_ENGINE):
         found = getattr(importlib.import_module(CONTEXT), getter)()
         return attrgetter(field)(found) if field else found
-    except NO_ENGINE:
-        return None
+    return None
 
 
 def agreed_bytes() -> bytes:
     """Return random bytes, the same on all ranks that flush together; the first rank draws them."""
     number, drawn = next(_flushes), os.urandom(EPOCH_BYTES).hex()
     group = of_engine("get_parallel", "attn_dp_rank")
-    if group is None:
-        return drawn.encode()  # differs on each rank, which is safe
-    try:
-        store = torch.distributed.distributed_c10d._get_default_store()
-        return bytes(store.compare_set(f"kvstore-weights-{group}-{number}", "", drawn))
-    except NO_ENGINE:
-        return drawn.encode()
+    with suppress(*NO_ENGINE):
+        if group is not None:
+            store = torch.distributed.distributed_c10d._get_default_store()
+            return bytes(store.compare_set(f"kvstore-weights-{group}-{number}", "", drawn))
+    return drawn.encode()  # differs on each rank, which is safe
 
 
 class KVStoreStorage(HiCacheStorage):  # type: ignore[misc]

@@ -159,8 +159,7 @@ class RankInfo:
         total = model_heads or heads * self.tp_size
         is_even = not (total % self.tp_size and self.tp_size % total)
         if not is_even or heads != max(1, total // self.tp_size):
-            fix = f"each of {self.tp_size} ranks has {heads}"
-            raise ModelError("kv_heads", total, fix)
+            raise ModelError("kv_heads", total, f"each of {self.tp_size} ranks has {heads}")
         return total
 
 
@@ -195,10 +194,8 @@ class PageSettings(EngineSettings):
         if found.kv_heads < 0:
             raise InvalidRequestError("kv_heads", found.kv_heads, "give the model's number")
         if least_of(found.accuracy) is not Accuracy.exact:
-            fix = (
-                "use exact: SGLang does not report which pages one was computed after, so KV "
-                "computed after a lossy page would be stored as exact"
-            )
+            # SGLang does not report which pages one was computed after.
+            fix = "use exact: KV computed after a lossy page would be stored as exact"
             raise InvalidRequestError("accuracy", found.accuracy, fix)
         return replace(found, adapter_digest=engine.adapter_digest(found.adapter_digest))
 
@@ -274,18 +271,13 @@ def _flat_page(pool: HostPool, name: str) -> torch.Tensor:
 class WeightsEpoch:
     """Names pages by the engine's current weights, which may change while it runs.
 
-    *version* returns SGLang's current name of the weights. *agree* returns fresh bytes, the same
-    on each rank. *resets_on_flush*: treat every flush as a change of weights, because SGLang does
-    not report one. ``named`` is for any thread; SGLang flushes from one thread, while those that
-    store are stopped.
+    *version* returns SGLang's current name of the weights, *agree* fresh bytes, the same on each
+    rank. *resets_on_flush*: every flush counts as a change of weights: SGLang does not report one.
+    ``named`` is for any thread; SGLang flushes from one, while those that store are stopped.
     """
 
     def __init__(
-        self,
-        version: Callable[[], str],
-        agree: Callable[[], bytes],
-        *,
-        resets_on_flush: bool = True,
+        self, version: Callable[[], str], agree: Callable[[], bytes], *, resets_on_flush: bool
     ) -> None:
         self._version = version
         self._agree = agree
@@ -351,10 +343,9 @@ def _taken(outcomes: Sequence[PutOutcome], count: int) -> list[bool]:
 
 
 class PageStore(Connector):
-    """Stores and loads pages by SGLang's hashes. Thread-safe; never raises after construction."""
+    """Stores and loads pages by SGLang's hashes. Thread-safe. Only creation raises: ModelError."""
 
     def __init__(self, pool: HostPool, rank: RankInfo, settings: PageSettings) -> None:
-        """Raises ModelError for unsupported pools."""
         self._pool = pool
         self._is_mla = rank.is_mla
         model, shard = kv_model(pool, rank, settings), None
@@ -370,11 +361,8 @@ class PageStore(Connector):
 
     def load(self, hashes: Sequence[str], places: Sequence[LayerTensors]) -> int:
         """Read the longest stored prefix of *hashes* into *places*; return its page count."""
-
-        def get() -> int:
-            return len(self.client.get_chunks(self.keys_of(digests_of(hashes)), places))
-
-        read, size = self.guard(get, 0), self._pool.page_size
+        get, size = self.client.get_chunks, self._pool.page_size
+        read = self.guard(lambda: len(get(self.keys_of(digests_of(hashes)), places)), 0)
         self.note_load(size * len(hashes), Prefix(size * read, size * read), reason="")
         return read
 
@@ -406,11 +394,10 @@ class PageStore(Connector):
 class AuxPoolStore(Connector):
     """Stores and loads pages of one auxiliary pool, by the hashes of their KV.
 
-    Thread-safe; never raises after construction. ``is_own``: every rank stores its own pages.
+    Thread-safe. Only creation raises: ModelError. ``is_own``: every rank stores its own pages.
     """
 
     def __init__(self, pool: HostPool, name: str, rank: RankInfo, settings: PageSettings) -> None:
-        """Raises ModelError for unsupported pools."""
         self._pool = pool
         self.is_own = not rank.is_mla or name == STATES
         self.page_size: int = pool.page_size

@@ -22,20 +22,12 @@ from transformers import DynamicCache, PreTrainedModel
 from kvstore.client.blend.engine import BlendResult
 from kvstore.client.blend.layer_pass import LayerKV, RopeSpec, reads
 from kvstore.client.blend.plan import Origin
-from kvstore.client.engines.transformers.identity import (
-    MODEL_TYPES,
-    WeightsWatch,
-    check_adapter,
-    check_causal,
-    check_device,
-    departures_of,
-)
+from kvstore.client.engines.transformers import identity
 from kvstore.proto.errors import ModelError
 from kvstore.proto.hf_config import rope_parameters
 
 BLOCK_ROWS = 128
 """Rows masked at once: a mask takes one byte per row and key."""
-_TABLE_TOLERANCE = 1e-5
 
 
 class TransformersAdapter:
@@ -46,12 +38,11 @@ class TransformersAdapter:
     """
 
     def __init__(self, model: PreTrainedModel, adapter_digest: str = "none") -> None:
-        if model.config.model_type not in MODEL_TYPES or not hasattr(model, "lm_head"):
-            fix = f"give a causal language model of {', '.join(MODEL_TYPES)}"
+        if model.config.model_type not in identity.MODEL_TYPES or not hasattr(model, "lm_head"):
+            fix = f"give a causal language model of {', '.join(identity.MODEL_TYPES)}"
             raise ModelError("model", type(model).__name__, fix)
-        check_adapter(model, adapter_digest)
-        check_causal(model)
-        check_device(model)
+        identity.check_adapter(model, adapter_digest)
+        identity.check_model(model)
         engine: Any = model
         self._model = engine.eval()
         config = model.config
@@ -62,10 +53,10 @@ class TransformersAdapter:
         self.dtype: torch.dtype = model.dtype
         self.device: torch.device = model.device
         self._origin = Origin(rope_parameters(config), adapter_digest)
-        self._watch = WeightsWatch(model)
+        self._watch = identity.WeightsWatch(model)
         rope = _rotation(self._model, self._origin, self.head_dim)
         self.rope: Sequence[RopeSpec | None] = (rope,) * self.n_layers
-        if departures := departures_of(model):
+        if departures := identity.departures_of(model):
             fix = "blending computes transformers' own layers: give a model without it"
             raise ModelError("model", ", ".join(departures), fix)
         self._turned = (torch.empty(0),) * 3
@@ -174,7 +165,7 @@ def _rotation(model: Any, origin: Origin, head_dim: int) -> RopeSpec:
     own = RopeSpec(tuple(table.inv_freq.float().tolist()), float(table.attention_scaling))
     wanted = [] if named is None else [*named.frequencies, named.gain]
     numbers = [*own.frequencies, own.gain]
-    if len(numbers) != len(wanted) or not np.allclose(numbers, wanted, _TABLE_TOLERANCE, 0.0):
+    if len(numbers) != len(wanted) or not np.allclose(numbers, wanted, rtol=1e-5, atol=0.0):
         fix = "the model's tables differ: load it with dtype=, do not cast it"
         raise ModelError("rope", origin.rope, fix)
     return own

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cached_property, partial
 from itertools import groupby
-from typing import Any, ClassVar, NamedTuple, TypeAlias
+from typing import Any, NamedTuple, TypeAlias
 
 import torch
 import transformers
@@ -35,7 +35,6 @@ from kvstore.proto.types import DType, KVLayout, LayerGroup, LayerKind, Model
 PROBE_TOKENS = 24
 NO_KIND = "hybrid"
 """The kind that ``generate`` ignores; for None it takes that of the model's own settings."""
-
 PACK_BYTES = 64 << 20
 """Device memory for packed copies of a cache's end; a larger tensor is copied alone."""
 _BOTH = (
@@ -76,7 +75,6 @@ class StateShape:
 
     layer: int
     pieces: tuple[StatePiece, ...]
-    kind: ClassVar[LayerKind] = LayerKind.state
 
     @property
     def size_bytes(self) -> int:
@@ -86,23 +84,19 @@ class StateShape:
     @property
     def group(self) -> LayerGroup:
         """The group of this layer alone, with id 0."""
-        return LayerGroup(self.kind, DType.uint8, (0,), 1, self.size_bytes)
+        return LayerGroup(LayerKind.state, DType.uint8, (0,), 1, self.size_bytes)
 
     def packed(self, cache: Cache) -> Tensor:
         """Return a copy of the state in *cache*, which has one prompt, uint8 (bytes,)."""
         layer = cache.layers[self.layer]
-        pieces = [getattr(layer, piece.states)[piece.number][0] for piece in self.pieces]
-        return torch.cat(
-            [one.detach().contiguous().reshape(-1).view(torch.uint8) for one in pieces]
-        )
+        pieces = [getattr(layer, one.states)[one.number][0].detach() for one in self.pieces]
+        return torch.cat([one.contiguous().reshape(-1).view(torch.uint8) for one in pieces])
 
     def unpack(self, cache: Cache, data: Tensor) -> None:
         """Copy *data*, uint8 (prompts, bytes), into *cache*."""
         layer: Any = cache.layers[self.layer]
-        sizes = [piece.size_bytes for piece in self.pieces]
-        for (states, number, shape, dtype), some in zip(
-            self.pieces, data.split(sizes, 1), strict=True
-        ):
+        parts = data.split([piece.size_bytes for piece in self.pieces], 1)
+        for (states, number, shape, dtype), some in zip(self.pieces, parts, strict=True):
             # Cloned flat: a view of another dtype needs aligned, contiguous memory.
             tensor = some.reshape(-1).clone().view(dtype).view(len(data), *shape)
             layer.lazy_initialization(**{states: tensor, "state_idx": number})
@@ -195,8 +189,7 @@ class CacheShape:
             if type(layer) in _STATES:
                 states.append(_state_shape(index, layer))
         if not tokens:
-            fix = "a cache of states only has no token count"
-            raise ModelError("cache", "states only", fix)
+            raise ModelError("cache", "states only", "a cache of states only has no token count")
         return cls(len(cache.layers), tuple(tokens), tuple(states))
 
     @cached_property
@@ -313,17 +306,13 @@ class Held:
     def empty(cls, shape: CacheShape, spans: Sequence[Span], device: torch.device) -> Held:
         """Allocate memory for a prefix of the chunks at *spans*, of windows for the last one."""
         end, tokens = spans[-1][1], dict[TokenShape, Parts]()
+        new = partial(torch.empty, device=device)
         for s in shape.tokens:
             seen = (span for span in spans if not s.window or span[1] > end - (s.window - 1))
             rows = (s.kv_heads, end - s.start(next(seen)))
             # Separate tensors, so that each is freed once its layer outgrows it.
-            tokens[s] = [
-                torch.empty((*rows, width), dtype=s.dtype, device=device) for width in s.widths
-            ]
-        states = {
-            s: torch.empty(s.size_bytes, dtype=torch.uint8, device=device) for s in shape.states
-        }
-        return cls(end, tokens, states)
+            tokens[s] = [new((*rows, width), dtype=s.dtype) for width in s.widths]
+        return cls(end, tokens, {s: new(s.size_bytes, dtype=torch.uint8) for s in shape.states})
 
     def cut(self, shape: LayerShape, span: Span) -> list[Tensor]:
         """Return views of the layer's parts of the chunk at *span*; [] unless all of it is here."""
@@ -336,10 +325,6 @@ class Held:
             return []
         parts = [part.narrow(-2, start - first, span[1] - start) for part in held]
         return parts if len(parts) == len(shape.widths) else [torch.cat(parts, -1)]
-
-    def chunk(self, shape: CacheShape, layout: KVLayout, span: Span) -> Nested:
-        """Return views of the chunk at *span*, without windows and states not kept at its end."""
-        return shape.chunk(layout, lambda layer: self.cut(layer, span))
 
     def fill(self, cache: Cache, shape: CacheShape, tokens: int) -> None:
         """Extend *cache* to the first *tokens* of these; an empty DynamicCache adopts them."""
@@ -382,35 +367,32 @@ class CacheReader:
     importance: Importance | None = None
     """Of the first tokens."""
 
-    def _end(self, shapes: Sequence[LayerShape], span: Span) -> Held | None:
-        """Return an end that has all of *shapes* for the chunk at *span*."""
-        return next((one for one in self.ends if all(one.cut(s, span) for s in shapes)), None)
+    def _cut(self, shape: LayerShape, span: Span) -> list[Tensor]:
+        """Return views of the layer's parts of the chunk at *span*; [] unless all of it is held."""
+        return next(filter(None, (one.cut(shape, span) for one in (self.whole, *self.ends))), [])
+
+    def _has(self, shapes: Sequence[LayerShape], span: Span) -> bool:
+        return all(self._cut(shape, span) for shape in shapes)
 
     def about(self, span: Span) -> About:
         """Return the layout of the chunk at *span*, and its importance if all of it is known."""
         weights = self.importance
         known = None if weights is None or len(weights) < span[1] else weights[slice(*span)]
-        window = self._end(self.shape.windows, span) is not None
-        state = self._end(self.shape.states, span) is not None
-        layout = KVLayout.of(self.model, span[1] - span[0], window=window, state=state)
-        return About(layout, known)
+        window, state = (self._has(some, span) for some in (self.shape.windows, self.shape.states))
+        return About(KVLayout.of(self.model, span[1] - span[0], window=window, state=state), known)
 
     def has(self, span: Span, *, must_end: bool) -> bool:
         """Return whether the chunk at *span* can be stored; with *must_end*, as a prefix's last."""
         if must_end and all(one.end != span[1] for one in self.ends):
             return False
         # Some models keep only windows.
-        return self.shape.keeps_all or self._end(self.shape.windows, span) is not None
+        return self.shape.keeps_all or self._has(self.shape.windows, span)
 
     def tensors(self, span: Span) -> Nested:
         """Return the tensors of the chunk at *span*, as views where possible."""
-        windows, states = (
-            self._end(some, span) or self.whole for some in (self.shape.windows, self.shape.states)
-        )
-        by_kind = {LayerKind.window: windows, LayerKind.state: states}
         layout = self.about(span).layout
         assert layout is not None
-        return self.shape.chunk(layout, lambda s: by_kind.get(s.kind, self.whole).cut(s, span))
+        return self.shape.chunk(layout, lambda layer: self._cut(layer, span))
 
 
 # --- caches of transformers

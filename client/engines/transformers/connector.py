@@ -37,9 +37,9 @@ from kvstore.client.engines.transformers import cache as caches
 from kvstore.client.engines.transformers import generation, identity
 from kvstore.client.engines.transformers.cache import CacheReader, CacheShape, Held, length
 from kvstore.client.engines.transformers.identity import NO_CHANGE, WeightsChange, WeightsWatch
-from kvstore.client.engines.transformers.loads import Call, Link, PrefixLoad, Staging, device_of
+from kvstore.client.engines.transformers.loads import Call, Link, PrefixLoad, Staging
 from kvstore.proto.blend import GateView
-from kvstore.proto.device import Device
+from kvstore.proto.device import Device, HostDevice, open_device
 from kvstore.proto.errors import InvalidRequestError, ModelError
 from kvstore.proto.hf_config import rope_parameters
 from kvstore.proto.types import Accuracy
@@ -100,7 +100,10 @@ class TransformersConnector(Connector):
         self._compared = itertools.count()
         self._chunk_tokens = client.options.chunk_tokens
         self._staging: Staging | None = None
-        if (device := device or device_of(model)) is not None:
+        if device is None and model.device.type != "cpu":  # the CPU needs no copies
+            # On devices other than CUDA torch's copies are synchronous.
+            device = open_device(model.device) if model.device.type == "cuda" else HostDevice()
+        if device is not None:
             self._staging = Staging(device, model.device, self._shape, self._chunk_tokens)
         self._link = Link(self, model, self._shape, self._staging)
         # Last: from here on a fork uses all of the above.
@@ -121,9 +124,8 @@ class TransformersConnector(Connector):
     def reset(self, revision: str | None = None) -> None:
         """Stop loading earlier chunks, because the model's weights have changed.
 
-        *revision*, a commit or a digest, names the new weights beside the client's model identity:
-        connectors with the same one share; without it none do. Raises InvalidRequestError for an
-        ambiguous revision.
+        *revision*, a commit or a digest (else InvalidRequestError), names the new weights beside
+        the client's model identity: connectors with the same one share; without it none do.
         """
         if revision is not None and not is_exact(revision):
             fix = "give a commit or a digest of the weights, or nothing"
@@ -288,8 +290,8 @@ class TransformersConnector(Connector):
         *config* is the model's own when None; *settings* are those of ``model.generate``
         (``max_new_tokens=8``, ``streamer=...``). Raises InvalidRequestError unless they keep one
         sequence per prompt in a dynamic or static cache. The prompt and all generated tokens but
-        the last are stored. Models with windows or states are stored, and hit, in whole chunks.
-        *accuracy* and *deadline_ms* apply to this call only: see ``TransformersConnector``.
+        the last are stored, in whole chunks for models with windows or states. *accuracy* and
+        *deadline_ms* apply to this call only: see ``TransformersConnector``.
         """
         began_s = time.monotonic()
         if not isinstance(self._model, GenerationMixin):
@@ -351,8 +353,7 @@ class TransformersConnector(Connector):
         if self._is_still(call.weights, cache):
             self._compare(prompt)
             sequence = output.sequences[0].tolist()[: length(cache, shape)]
-            reader = self._reader(cache, [*prompt.ends, *watch.ends])
-            self._save_new(prompt, sequence, reader)
+            self._save_new(prompt, sequence, self._reader(cache, [*prompt.ends, *watch.ends]))
         return Generation(output, prompt.prefix.hit_tokens, (prompt.prefix.hit_tokens,))
 
     def _begin(self, prompt: PrefixLoad) -> None:

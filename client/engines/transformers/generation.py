@@ -93,8 +93,7 @@ def prompt_of(input_ids: Any, device: torch.device) -> list[int]:
     if ids.ndim != 2 or ids.shape[0] != 1:
         fix = "give one prompt, (1, tokens), not a batch"
         raise InvalidRequestError("input_ids", tuple(ids.shape), fix)
-    tokens: list[int] = ids[0].tolist()
-    return tokens
+    return ids[0].tolist()
 
 
 def prompts_of(input_ids: Tensor, mask: Tensor | None) -> list[list[int]]:
@@ -133,8 +132,7 @@ def mask_of(ids: Tensor, settings: GenerationConfig) -> Tensor | None:
 
 def _ends(settings: GenerationConfig) -> list[int]:
     given: Any = settings.eos_token_id
-    ends: Any = [] if given is None else torch.as_tensor(given, device="cpu").reshape(-1).tolist()
-    return list(ends)
+    return [] if given is None else torch.as_tensor(given, device="cpu").reshape(-1).tolist()
 
 
 def checked_deadline(deadline_ms: int) -> int:
@@ -165,10 +163,7 @@ def settings_of(
         value = getattr(settings, name, None)
         return getattr(model.generation_config, name, None) if value is None else value
 
-    stored = (
-        "use a dynamic or static cache: a quantised one differs between a load and a prefill, "
-        "and an offloaded one is elsewhere"
-    )
+    stored = "use a dynamic or static cache: quantised KV changes in a load, offloaded is elsewhere"
     drafted = "with drafts a prompt is computed again behind what was loaded, and its KV is wrong"
     for name, taken, fix in (
         ("num_beams", (None, 0, 1), "one sequence at a time"),

@@ -170,15 +170,12 @@ def check_adapter(model: PreTrainedModel, adapter_digest: str) -> None:
         raise ModelError("adapter_digest", adapter_digest, fix)
 
 
-def check_causal(model: PreTrainedModel) -> None:
-    """Raise ModelError if the KV of a model that is not tried depends on later tokens."""
+def check_model(model: PreTrainedModel) -> None:
+    """Raise ModelError for KV that depends on later tokens, and for all but one device."""
+    # Models of other types are tried.
     modules = model.modules() if model.config.model_type in MODEL_TYPES else ()
     if any(getattr(one, "is_causal", True) is False for one in (model.config, *modules)):
         raise ModelError("is_causal", False, "its KV depends on later tokens: use a causal model")
-
-
-def check_device(model: PreTrainedModel) -> None:
-    """Raise ModelError for a model that is not on one device."""
     devices = {str(parameter.device) for parameter in model.parameters()}
     if len(devices) > 1 or "meta" in devices:
         raise ModelError("device", sorted(devices), "load the model onto one device")
@@ -191,8 +188,7 @@ def cache_shape(model: PreTrainedModel) -> CacheShape:
         if getattr(config, name, None):
             fix = "cross-attention layers keep another input's KV, not the prompt's"
             raise ModelError(name, getattr(config, name), fix)
-    check_causal(model)
-    check_device(model)
+    check_model(model)
     rope_parameters(config)
     layers = DynamicCache(config=config).layers
     if config.model_type not in MODEL_TYPES or any(type(x) is not DynamicLayer for x in layers):
@@ -221,7 +217,8 @@ def check_resumable(model: PreTrainedModel, shape: CacheShape, identity: Model) 
     def error(without: str = "") -> float:
         """Return the error after a stored chunk, with the states named *without* zeroed."""
         held, cache = Held.empty(shape, [span], model.device), DynamicCache(config=model.config)
-        caches.copy(held.chunk(shape, KVLayout.of(identity, span[1]), span), chunk)
+        out = shape.chunk(KVLayout.of(identity, span[1]), lambda layer: held.cut(layer, span))
+        caches.copy(out, chunk)
         held.fill(cache, shape, span[1])
         for state in shape.states if without else ():
             for tensor in getattr(cache.layers[state.layer], without).values():
@@ -267,10 +264,9 @@ def _weights(model: PreTrainedModel, stated: str) -> Weights:
             raise ModelError("model", f"{key}: {type(value).__name__}", fix)
     name = model.config.name_or_path or ""
     commit = str(getattr(model.config, "_commit_hash", None) or "")
-    try:
+    weights = None  # without a name their content identifies them
+    with suppress(ModelError):
         weights = shared.weights_of(name, stated, commit)
-    except ModelError:  # no name: their content identifies them
-        weights = None
     named = stated if shared.is_exact(stated) else commit
     # Under a commit's name a sample suffices; without one every element is compared. A tensor
     # written since it was loaded may differ anywhere.
@@ -278,9 +274,7 @@ def _weights(model: PreTrainedModel, stated: str) -> Weights:
     if weights and weights.folder and _is_in(model, weights.folder, every=every):
         return weights
     found = weights_digest(model, 0 if every else SAMPLED)
-    revision = f"{named}+{found}" if named else found
-    if stated not in ("", named):
-        revision = f"{stated}+{revision}"
+    revision = "+".join(filter(None, ["" if stated == named else stated, named, found]))
     return Weights(shared.short_name(name or model.config.model_type), revision)
 
 
@@ -350,10 +344,7 @@ class WeightsWatch:
         self._now = NO_CHANGE
 
     def current(self) -> WeightsChange:
-        """Return the current weights, named for autocast, too, after a check of them.
-
-        Raises InvalidRequestError in training.
-        """
+        """Return the weights and autocast of now. Raises InvalidRequestError in training."""
         if self._model.training:
             fix = "call model.eval(): dropout makes its KV random"
             raise InvalidRequestError("model", "in training mode", fix)

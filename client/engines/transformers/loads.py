@@ -25,7 +25,7 @@ from kvstore.client.engines.transformers.cache import CacheShape, Held, Nested, 
 from kvstore.client.engines.transformers.identity import WeightsChange
 from kvstore.client.planning import Deadline, LinkMeter
 from kvstore.codecs.base import AnyTensors
-from kvstore.proto.device import Device, HostDevice, open_device
+from kvstore.proto.device import Device
 from kvstore.proto.frame import raw_frame_bytes
 from kvstore.proto.types import EXACT, Accuracy, ChunkKey, KVLayout, Stated, layer_order
 
@@ -139,14 +139,6 @@ def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGN_BYTES) * ALIGN_BYTES
 
 
-def device_of(model: PreTrainedModel) -> Device | None:
-    """Return the model's device; None for the CPU, which needs no copies."""
-    if model.device.type == "cpu":
-        return None
-    # On devices other than CUDA torch's copies are synchronous.
-    return open_device(model.device) if model.device.type == "cuda" else HostDevice()
-
-
 # --- loads
 
 
@@ -191,8 +183,7 @@ class PrefixLoad:
 
     With ``in_layers`` exact copies load layer by layer if that saves enough, by the rates of the
     link and the connector's ``learned``: it saves the shorter of transfer and compute. Each layer
-    is verified before the model uses it. If one is late or damaged, the forward is aborted and
-    repeated after the chunks that are valid in all layers.
+    is verified before the model uses it.
     """
 
     def __init__(self, link: Link, call: Call, tokens: Sequence[int], cache: Cache) -> None:
@@ -206,6 +197,7 @@ class PrefixLoad:
         self.to_compare: Cache | None = None
         """The loaded cache, if it is to be compared with a full prefill."""
         self._link, self._connector = link, link.connector
+        self._within: Deadline | None = None
         self._held: Held | None = None
         self._layers: Generator[Layer, None, None] | None = None
         self._counts: dict[int, int] = {}
@@ -229,11 +221,10 @@ class PrefixLoad:
         can_wait, within = is_plain and isinstance(cache, DynamicCache), None
         if can_wait and call.deadline_ms:
             within = Deadline(call.deadline_ms / 1000, self._beside(failed), 0, call.began_s)
-        self.in_layers &= can_wait and within is None and not is_compiled(link.model)
-        read = partial(self._read, within)
+        self._within, self.in_layers = within, self.in_layers and can_wait and within is None
         with nullcontext() if link.staging is None else link.staging.lock:
             self.prefix, self._reason = self._connector.attempt(
-                self.tokens, read, call.extra, call.allowed, link.shape.has_ends, within
+                self.tokens, self._read, call.extra, call.allowed, link.shape.has_ends, within
             )
         prefix, held, self._held = self.prefix, self._held, None
         if held is not None and prefix.hit_tokens:
@@ -270,12 +261,7 @@ class PrefixLoad:
         return compute
 
     def _read(
-        self,
-        within: Deadline | None,
-        keys: Sequence[ChunkKey],
-        spans: Sequence[Span],
-        first: int,
-        least: Accuracy,
+        self, keys: Sequence[ChunkKey], spans: Sequence[Span], first: int, least: Accuracy
     ) -> Sequence[Stated]:
         """Read the chunks of *keys* from index *first*, or start to; return their ``Stated``."""
         link, client, stated = self._link, self._connector.client, list[Stated]()
@@ -285,16 +271,16 @@ class PrefixLoad:
         self._began_s = time.monotonic()
 
         def out(at: int, layout: KVLayout) -> Nested:
-            return held.chunk(shape, layout, spans[first + at])
+            return shape.chunk(layout, partial(held.cut, span=spans[first + at]))
 
         def outs() -> list[Nested]:
-            return [held.chunk(shape, self._layout(span), span) for span in spans]
+            return [shape.chunk(self._layout(span), partial(held.cut, span=span)) for span in spans]
 
         if link.staging is not None:
             stated = link.staging.read(client, wanted, out, least)
-        elif within is not None:
-            tail_tokens = len(self.tokens) - spans[-1][1]
-            return self._connector._read_within(keys, outs(), first, least, within, tail_tokens)
+        elif self._within is not None:
+            terms = (first, least, self._within, len(self.tokens) - spans[-1][1])
+            return self._connector._read_within(keys, outs(), *terms)
         elif not first and self._begins_layers(least):
             self._layers = self._layer_stream(keys, outs)
             self._next_layer()
@@ -316,7 +302,7 @@ class PrefixLoad:
         """Return whether to load layer by layer; if so ``link.layered`` is held."""
         client, prefill = self._connector.client, self._connector.learned.model()
         may = self.in_layers and least is Accuracy.exact and not self._link.is_doubted
-        if not may or prefill is None:
+        if not may or prefill is None or _is_compiled(self._link.model):
             return False
         transport = client._link.connected()
         if transport.name == "shm":  # all layers are available at once
@@ -416,7 +402,7 @@ class PrefixLoad:
         self._connector.note_load(len(self.tokens), self.prefix, self._reason, lost_chunks)
 
 
-def is_compiled(model: torch.nn.Module) -> bool:
+def _is_compiled(model: torch.nn.Module) -> bool:
     """Return whether torch compiled any of *model*: such code does not wait for layers."""
     return any(
         module._compiled_call_impl is not None

@@ -8,20 +8,22 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
-from helpers.fake_peer import other
+from helpers.fake_peer import FakePeer, other
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, assert_reads, keys_of, store
 from helpers.stream_messages import attach, get
+from simulation.clock import FakeClock
 
 from kvstore.client import Client, ClientOptions
 from kvstore.client.frames import FrameAssembler
 from kvstore.client.options import TransportName
 from kvstore.client.transports import peers
-from kvstore.client.transports.peers import AGAIN_S, SILENCE_S, PeerReads
+from kvstore.client.transports.peers import AGAIN_S, MAX_LENDERS, SILENCE_S, PeerReads
 from kvstore.client.transports.shared_memory import ShmTransport
 from kvstore.client.transports.tcp import Entrance, FrameStream
 from kvstore.proto import kvstore_pb2 as pb
@@ -234,6 +236,33 @@ def test_leave_is_asked_for_anew_at_half_its_time(pair: Pair) -> None:
     reads.numbers()
     assert eventually(lambda: reads.lenders[1] is not before)
     assert eventually(lambda: reads.numbers() == [1])
+
+
+def test_servers_past_the_limit_take_the_place_of_those_that_are_not_read_from() -> None:
+    clock, lent = FakeClock(), list[int]()
+
+    def call(method: str, request: pb.LendPeerRequest, *_: object) -> pb.LendPeerResponse:
+        lent.append(request.number)
+        return pb.LendPeerResponse(bulk_address=fake.dial("", "", 1.0).bulk_address, valid_ms=10**6)
+
+    session: Any = SimpleNamespace(
+        options=ClientOptions(),
+        peers=range(MAX_LENDERS),
+        namespace=bytes(16),
+        terms=SimpleNamespace(session_id=1, max_frame_bytes=1),
+        connection=SimpleNamespace(call=call),
+    )
+    with closing(FakePeer({})) as fake, closing(PeerReads(session, clock)) as reads:
+        assert eventually(lambda: len(reads.numbers()) == MAX_LENDERS)
+        for _ in range(3):
+            reads.connect_to(range(40))
+            assert len(reads.numbers()) == MAX_LENDERS
+        assert sorted(lent) == list(range(MAX_LENDERS))
+        clock.advance(AGAIN_S + 1)
+        list(reads.read(0, 0, bytes(16), lambda *_: None, time.monotonic() + SOON_S))
+        reads.connect_to([40])
+        assert eventually(lambda: 40 in lent)
+        assert {0, 40} <= set(reads.lenders)
 
 
 def test_who_asks_for_a_server_that_is_not_known_or_is_down_hears_why(pair: Pair) -> None:

@@ -296,6 +296,19 @@ def test_a_log_that_was_tampered_with_shows_it_and_is_not_gone_on_with(path: Pat
             AuditLog(place, 1 << 20, lambda: 0.0)
 
 
+def test_a_log_whose_file_is_moved_or_deleted_goes_on_in_a_new_one(path: Path) -> None:
+    write(path, 1)
+    log = AuditLog(path, 1 << 20, lambda: 1.5)
+    for remove in (lambda: path.rename(path.with_name("moved")), path.unlink):
+        remove()
+        log.note(EVENT)
+        assert eventually(lambda: path.exists() and len(lines(path)) == 1)
+    log.close()
+    (fields,) = map(json.loads, lines(path))
+    assert fields["n"] == 2
+    assert len(lines(path.with_name("moved"))) == 1
+
+
 def test_a_line_that_a_kill_tore_off_is_dropped_at_the_start(path: Path) -> None:
     write(path, 3)
     path.write_bytes(path.read_bytes() + b'{"at": 1')
