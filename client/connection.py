@@ -40,6 +40,8 @@ _FORKED = "a fork of the process ended the call: retry it"
 _NO_METHOD = "/kvstore.v1.KVStore/NoMethod"
 """The thread that reads calls refuses it: it waits in no queue and costs next to nothing."""
 _TRACE_API = "opentelemetry.trace"
+_PING_TIMEOUT = "grpc.http2.ping_timeout_ms"
+"""The minute of its default would count, however short the timeout of keepalive."""
 
 C = TypeVar("C", bound="_Pooled")
 T = TypeVar("T")
@@ -73,7 +75,10 @@ class Connection:
             [
                 ("grpc.max_receive_message_length", limit),
                 ("grpc.max_send_message_length", limit),
-                ("grpc.keepalive_time_ms", 30_000),
+                # A connection that died without a sign, as NAT leaves it, is replaced after both.
+                # Servers accept pings that are five seconds apart.
+                ("grpc.keepalive_time_ms", 10_000),
+                *((name, 10_000) for name in ("grpc.keepalive_timeout_ms", _PING_TIMEOUT)),
                 ("grpc.initial_reconnect_backoff_ms", 100),
                 # Also the connect timeout: long enough for a busy server.
                 ("grpc.min_reconnect_backoff_ms", 2_000),

@@ -6,7 +6,7 @@ import math
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, contextmanager
 from dataclasses import replace
@@ -18,6 +18,8 @@ from conftest import ServerMaker
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.prompts import MEDIUM, SMALL, assert_reads, chunks_of, keys_of, store, tokens
 from helpers.slow_link import SlowLink
+from helpers.tcp_proxy import TcpProxy
+from typing_extensions import override
 
 from kvstore.client import Client, ClientOptions, server_link
 from kvstore.client.chunk import PlannedChunk
@@ -143,6 +145,41 @@ def test_a_get_that_lost_its_session_has_one_deadline_for_both_attempts(
 def _in_a_thread(work: Callable[[], object]) -> None:
     with ThreadPoolExecutor(1) as pool:
         pool.submit(work).result()
+
+
+class Nat(TcpProxy):
+    """Forgets connections: what arrives on one goes nowhere, and nobody is told."""
+
+    forgotten: Sequence[socket.socket] = ()
+
+    def forget(self) -> None:
+        self.forgotten = tuple(self._links)
+
+    @override
+    def hand_on(self, data: bytes, sink: socket.socket, *, is_up: bool) -> None:
+        if sink not in self.forgotten:
+            sink.sendall(data)
+
+
+def test_a_connection_that_died_without_a_sign_is_replaced(server: LocalServer) -> None:
+    options = ClientOptions("grpc", 16, deadline_ms=500, retry_after_ms=1)
+    late: list[DeadlineError] = []
+    with closing(Nat(server.node.port)) as nat, Client(nat.address, SMALL, options) as client:
+
+        def is_found() -> bool:
+            try:
+                return len(client.get_chunks(keys)) == 2
+            except DeadlineError as error:
+                late.append(error)
+            except TierUnavailableError:
+                pass
+            return False
+
+        keys = store(client, 1, 2)
+        assert is_found()
+        nat.forget()
+        assert eventually(is_found)
+        assert 1 <= len(late) <= 60, "of half a second each"
 
 
 def test_short_calls_that_are_late_one_after_another_shut_the_others_out(silent: str) -> None:
