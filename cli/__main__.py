@@ -7,11 +7,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.cli import app, auth, bench, calibrate, chunks, doctor, explain, server, trace
+from kvstore.cli import app, auth, bench, calibrate, chunks, doctor, explain, server
 from kvstore.cli.demo import demo
 from kvstore.proto.errors import InvalidRequestError, KVStoreError, ModelError, UnknownCodecError
 
-MODULES = (auth, bench, calibrate, chunks, demo, doctor, explain, server, trace)
+MODULES = (auth, bench, calibrate, chunks, demo, doctor, explain, server)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

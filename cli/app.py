@@ -161,10 +161,7 @@ def connected(address: str, deadline_ms: int = DEADLINE_MS) -> Iterator[Connecti
 
 
 def client_of(address: str, model: Model, deadline_ms: int, **options: Any) -> kvstore.Client:
-    """Return a client of *model* with the given access, which the caller closes.
-
-    Raises KVStoreErrors; without an answer, one sentence, as ``connected``.
-    """
+    """Return a client of *model*; the caller closes it. Raises KVStoreErrors as ``connected``."""
     call(address, "Status")
     options |= {"deadline_ms": deadline_ms, "access": given_access()}
     return kvstore.Client(address, model, kvstore.ClientOptions(**options))

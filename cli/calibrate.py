@@ -19,10 +19,7 @@ app.group("blend", "Measure", "Reuse of chunks of other prompts.")
 
 
 @app.command(
-    "calibrate",
-    exits="0 1 2 3",
-    example="kvtc ./my-model --text corpus.txt --out assets",
-    section="Measure",
+    "calibrate", exits="0 1 2 3", example="kvtc ./model --text book.txt --out .", section="Measure"
 )
 def calibrate(  # noqa: PLR0913 - each is an option
     address: str,
@@ -39,8 +36,7 @@ def calibrate(  # noqa: PLR0913 - each is an option
     representation: Annotated[str | None, Option(metavar="HEX", help="Model of the dumps.")] = None,
     tokens: Annotated[int, app.number("Tokens of the text to use.")] = 8192,
     codec: Annotated[
-        str,
-        Option(help="gate: the codec whose copies are compared.", autocompletion=complete_codecs),
+        str, Option(help="gate: the codec of the copies.", autocompletion=complete_codecs)
     ] = "",
     prompts: Annotated[
         Path | None,
@@ -62,9 +58,8 @@ def calibrate(  # noqa: PLR0913 - each is an option
         return
     if out is None:
         raise InvalidRequestError("out", None, "give --out DIR for the asset")
-    made, asset = make_asset(
-        AssetKind[kind], samples_of(sources, text, representation, tokens), out
-    )
+    samples = samples_of(sources, text, representation, tokens)
+    made, asset = make_asset(AssetKind[kind], samples, out)
     print(f"{made}: {made.stat().st_size} bytes, digest {asset.digest.hex()}")
 
 

@@ -170,10 +170,7 @@ def open_session(
 
 
 def find(clients: Sequence[Client], digits: str) -> tuple[Client, ChunkKey] | None:
-    """Return the chunk whose digest or key begins with *digits*, or None.
-
-    Raises InvalidRequestError if several do.
-    """
+    """Return the only chunk that begins with *digits*, or None. Raises InvalidRequestError."""
     begun = digits
     if len(digits) > DIGEST_DIGITS:
         namespace, begun = digits[:DIGEST_DIGITS], digits[DIGEST_DIGITS:]
@@ -311,11 +308,7 @@ def _held_by(chunk: dict[str, Any]) -> str:
 
 @app.command("stat", exits="0 1 2 3", example="3fa95c --json", section="Look")
 def stat(
-    address: str,
-    name: Key,
-    namespace: Namespace = "",
-    model: ModelFile = None,
-    tenant: Tenant = "",
+    address: str, name: Key, namespace: Namespace = "", model: ModelFile = None, tenant: Tenant = ""
 ) -> app.Shown:
     """Show a chunk's metadata, and verify its bytes.
 

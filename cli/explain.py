@@ -15,8 +15,6 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import Accuracy
 
-_BOTH = f"{chunks.DIGEST_DIGITS} of a digest, {chunks.KEY_DIGITS} of a key"
-
 
 @app.command("explain", example="--recent 20", section="Look")
 def explain(  # noqa: PLR0913 - each is an option
@@ -93,7 +91,7 @@ def _key_of(selection: chunks.Selection, text: str) -> bytes:
     with selection.clients() as clients:
         found = chunks.find(clients, digits)
     if found is None:
-        fix = f"no stored chunk begins with it; for a missing one give all digits: {_BOTH}"
+        fix = "no stored chunk begins with it; for a missing one give all 32 or 64 digits"
         raise InvalidRequestError("keys", text, fix)
     return found[1]
 
@@ -145,23 +143,23 @@ def _as_dict(address: str, reply: pb.ExplainResponse) -> dict[str, Any]:
 
     found: dict[str, Any] = {"address": address, "left_out": reply.left_out}
     if reply.chunks:
-        rows = list(map(app.as_dict, reply.chunks))
+        rows = app.as_dict(reply.chunks)
         for copy in (copy for row in rows for copy in row["copies"]):
             copy["accuracy"] = Accuracy(copy["accuracy"]).name
         near = [
             chunks.namespace_as_dict(one)
-            | {"same_tokens": one.same_tokens, "differences": [*map(app.as_dict, one.differences)]}
+            | {"same_tokens": one.same_tokens, "differences": app.as_dict(one.differences)}
             for one in reply.near
         ]
         return found | {"hit_chunks": reply.hit_chunks, "chunks": rows, "near": near}
-    engines = list(map(app.as_dict, reply.engines))
+    engines = app.as_dict(reply.engines)
     for one in engines:
         counts = one["counts"]
         refused = [name for name in counts if name.startswith(REFUSED)]
         one["refused"] = [name.removeprefix(REFUSED) for name in refused]
         one["counts"] = {name: counts[name] for name in counts if name not in refused}
     gates = list(map(gate_as_dict, reply.gates))
-    return found | {"recent": [*map(app.as_dict, reply.recent)], "engines": engines, "gates": gates}
+    return found | {"recent": app.as_dict(reply.recent), "engines": engines, "gates": gates}
 
 
 def _text(found: dict[str, Any]) -> Iterator[str | app.Grid]:

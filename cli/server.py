@@ -68,7 +68,7 @@ def look_at(address: str, now: ServerStatus, before: ServerStatus | None = None)
     for tier in found["tiers"]:
         tier["what_if"] = {f"{one['scale']:g}": one["hit_ratio"] for one in tier["what_if"]}
     if not now.counters:
-        shown = {"address", "version", "state", "uptime_s", "tiers", "directory"}
+        shown = {"address", "version", "state", "uptime_s", "tiers"}
         found |= dict.fromkeys(found.keys() - shown)
         for tier in found["tiers"]:
             tier |= dict.fromkeys(("capacity_bytes", "used_bytes", "chunks"))
@@ -151,9 +151,7 @@ def status(
     address: str,
     everything: Annotated[bool, Option("--all", help="Every counter, quota, curve, gate.")] = False,
     watch: Annotated[bool, Option("--watch", help="Refresh until interrupted.")] = False,
-    every_s: Annotated[
-        float, Option("--every", min=0.1, metavar="S", help="Refresh interval.")
-    ] = 2,
+    every_s: Annotated[float, Option("--every", min=0.1, metavar="S", help="Refresh period.")] = 2,
     as_json: app.AsJson = False,
 ) -> None:
     """Show a server's hit ratio, faults and tiers on one screen."""
@@ -284,9 +282,7 @@ def _pages_of_all(connection: Connection) -> Iterator[EventPage]:
 # --- scrub and drain
 
 
-@app.command(
-    "scrub", exits="0 1 2 3", example="--tiers disk --rate 100MiB", section="Change", where=True
-)
+@app.command("scrub", exits="0 1 2 3", example="--tiers disk", section="Change", where=True)
 def scrub(
     address: str,
     tiers: Annotated[str, app.chosen("Tiers to verify, or the server's", app.TIER_NAMES)] = "",
@@ -312,8 +308,7 @@ def scrub(
 def drain(
     address: str,
     deadline_s: Annotated[
-        float,
-        Option("--within", min=0.001, max=MAX_DRAIN_S, metavar="S", help="Seconds to wait for it."),
+        float, Option("--within", min=0.001, max=MAX_DRAIN_S, metavar="S", help="Time to wait.")
     ] = 20.0,
 ) -> None:
     """Stop accepting new work and flush memory-only chunks; exits with 1 if not all were saved."""

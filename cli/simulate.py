@@ -169,10 +169,9 @@ class BlockRequest(NamedTuple):
 
 
 class BlockTrace(NamedTuple):
-    """Requests in order of arrival, and how many distinct blocks they have.
+    """Requests in order of arrival, and how many distinct blocks they have: rows 1, 2, and so on.
 
-    A block's row is 1 or more, in order of first appearance. A block includes its prefix: the same
-    tokens after another prefix are another block.
+    A block includes its prefix: the same tokens after another prefix are another block.
     """
 
     requests: list[BlockRequest]

@@ -6,15 +6,16 @@ Needs torch and transformers, except for KV dumps.
 from __future__ import annotations
 
 import itertools
-import json
 import re
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
+from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
 
+import msgspec
 import numpy as np
+from msgspec import Meta
 
 from kvstore.cli import app
 from kvstore.cli.calibrate import check_extras
@@ -46,19 +47,32 @@ MAX_IDLE = 16
 """Limit of consecutive trials without a blend."""
 PREFIX_TOKENS = 16
 """Tokens of the text that replace BOS for a model without one: one exact chunk."""
+T = TypeVar("T")
 _REPORT_EVERY = 8
 """Trials per line of progress."""
+_Text = Annotated[str, Meta(min_length=1)]
 _Question: TypeAlias = tuple[list[list[int]], list[int]]
 """Documents and a question about them, in tokens."""
+
+
+class PromptLine(msgspec.Struct):
+    """A line of --prompts."""
+
+    prompt: str = ""
+    tokens: tuple[int, ...] = ()
+
+
+class QuestionLine(msgspec.Struct):
+    """A line of --questions."""
+
+    documents: Annotated[list[_Text], Meta(min_length=2)]
+    question: _Text
 
 
 def samples_of(
     sources: Sequence[Path], text: Path | None, representation: str | None, tokens: int
 ) -> Samples:
-    """Return samples to calibrate a codec with, from a model's folder and a text, or KV dumps.
-
-    Uses at most *tokens* of the text. Raises InvalidRequestError if something is missing.
-    """
+    """Return samples of a model on *tokens* of a text, or of dumps. Raises InvalidRequestError."""
     if tokens < CHUNK_TOKENS:
         raise InvalidRequestError("tokens", tokens, f"give at least {CHUNK_TOKENS}")
     is_dump = representation is not None or sources[0].suffix in DUMPS
@@ -84,20 +98,16 @@ def read_text(option: str, path: Path) -> str:
         raise InvalidRequestError(option, str(path), str(error)) from None
 
 
-def read_lines(
-    option: str, path: Path, form: str, read: Callable[[Any], Any]
-) -> Iterator[tuple[str, Any]]:
-    """Yield the name of each JSON line in a file, and the result of *read* on it.
-
-    Raises InvalidRequestError with the line and the expected *form* if *read* fails.
-    """
+def read_lines(option: str, path: Path, form: str, kind: type[T]) -> Iterator[tuple[str, T]]:
+    """Yield the name of each JSON line, and the line as a *kind*. Raises InvalidRequestError."""
     for number, line in enumerate(read_text(option, path).splitlines(), 1):
         if not line.strip():
             continue
         try:
-            found = read(json.loads(line))
-        except (ValueError, KeyError, TypeError):
-            raise InvalidRequestError(option, f"line {number}", f"a line is {form}") from None
+            found = msgspec.json.decode(line, type=kind)
+        except msgspec.DecodeError as error:
+            fix = f"{error}; a line is {form}"
+            raise InvalidRequestError(option, f"line {number}", fix) from None
         yield f"line {number}", found
 
 
@@ -228,19 +238,18 @@ def _follow(gate: GateView) -> None:
 
 def _prompts(path: Path, model: PreTrainedModel, tokenizer: Any) -> list[tuple[str, list[int]]]:
     """Return the tokens of each prompt in a file, with the name of its line."""
-
-    def read(row: Any) -> list[int]:
-        tokens = row["tokens"] if "tokens" in row else tokenizer(row["prompt"])["input_ids"]
-        return [int(token) for token in tokens]
-
     limit = getattr(model.config, "max_position_embeddings", None) or 1 << 32
     form = '{"prompt": "..."} or {"tokens": [1, 2, ...]}'
-    rows = list(read_lines("prompts", path, form, read))
-    for line, tokens in rows:
+    found = []
+    for line, row in read_lines("prompts", path, form, PromptLine):
+        tokens = list(row.tokens)
+        if row.prompt and not tokens:
+            tokens = tokenizer(row.prompt)["input_ids"]
         if not 0 < len(tokens) <= limit:
-            fix = f"1 to {limit} tokens, not {len(tokens)}"
+            fix = f"1 to {limit} tokens, not {len(tokens)}; a line is {form}"
             raise InvalidRequestError("prompts", line, fix)
-    return rows
+        found.append((line, tokens))
+    return found
 
 
 def _not_compared(connector: TransformersConnector, codec: str) -> str:
@@ -335,7 +344,9 @@ class BlendTrials:
         if not prefix:
             raise InvalidRequestError("prefix", None, "this model has no BOS: give --prefix FILE")
         if self.questions is not None:
-            given = list(_questions(self.questions, ids))
+            form = '{"documents": ["...", "..."], "question": "..."}, none of them empty'
+            rows = read_lines("questions", self.questions, form, QuestionLine)
+            given = [(list(map(ids, row.documents)), ids(row.question)) for _, row in rows]
             if not given:
                 raise InvalidRequestError(
                     "questions", str(self.questions), "give at least one line"
@@ -360,18 +371,6 @@ class BlendTrials:
         ends = [place for place in places if place + 1 not in places]  # the next is not drawn
         behind = passages[draw.choice(ends) + 1]
         return [passages[place] for place in places], behind[: self.question_tokens]
-
-
-def _questions(path: Path, ids: Callable[[str], list[int]]) -> Iterator[_Question]:
-    def read(row: Any) -> _Question:
-        return [ids(one) for one in row["documents"]], ids(row["question"])
-
-    form = '{"documents": ["...", "..."], "question": "..."}'
-    for line, (documents, question) in read_lines("questions", path, form, read):
-        if len(documents) < 2 or not all((*documents, question)):
-            fix = "give at least two documents and a question, none of them empty"
-            raise InvalidRequestError("questions", line, fix)
-        yield documents, question
 
 
 def _pair(

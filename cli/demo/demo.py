@@ -10,12 +10,13 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import Annotated, Any
 
 from kvstore.cli.app import EXIT_NOT_HELD, Grid, Shown, command, fail, number, path, progress, show
 from kvstore.cli.calibrate import check_extras
-from kvstore.proto.errors import InvalidRequestError, KVStoreError, printable
+from kvstore.proto.errors import InvalidRequestError, KVStoreError
 
 MODEL = Path(__file__).with_name("tinylm")
 ENGINE_S = 300.0
@@ -25,6 +26,12 @@ START_S = 60.0
 _GREETING = "kvstore-server listening on "
 _WEIGHTS = ("*.safetensors", "*.bin")
 _MODULE = (sys.executable, "-P", "-m")  # -P: imports nothing from the working directory
+_say = partial(print, flush=True)
+_STEPS = {
+    "first": "2. one engine process computes the prompt and stores it ...",
+    "second": "3. another loads it, and times its first token both ways ...",
+    "restarted": "5. a third engine process loads it from disk ...",
+}
 _SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
@@ -53,10 +60,6 @@ def demo(
     show(Shown(figures, _text(figures), held=not figures["problems"]), as_json=False)
 
 
-def _say(text: str) -> None:
-    print(printable(text), flush=True)
-
-
 def check_model(folder: Path, prompt_tokens: int) -> None:
     """Raise InvalidRequestError unless *folder* has a model that accepts *prompt_tokens*."""
     check_extras(folder)
@@ -82,10 +85,7 @@ def check_model(folder: Path, prompt_tokens: int) -> None:
 
 
 class ServerChild:
-    """One kvstore-server process on a free loopback port; *folder* holds its disk tier.
-
-    It may be restarted, with the same disk and another port.
-    """
+    """A server process on a free loopback port; *folder* has its disk tier, for a restart, too."""
 
     def __init__(self, folder: Path, flags: Sequence[str] = ()) -> None:
         self.log_file = folder / "server.log"
@@ -193,37 +193,28 @@ def _signals_exit() -> Iterator[None]:
 def _play(scratch: Path, arguments: Sequence[str]) -> dict[str, dict[str, Any]]:
     reports = {}
     with ServerChild(scratch) as server:
-
-        def run_engine(role: str) -> None:
-            command = [*_MODULE, "kvstore.cli.demo.engine", role, server.address, *arguments]
-            # torch leaves temporary files
-            reports[role] = _engine(role, ["env", f"TMPDIR={scratch}", *command])
-
         _say(f"1. {server.greeting}")
-        _say("2. one engine process computes the prompt and stores it ...")
-        run_engine("first")
-        _say("3. another loads it, and times its first token both ways ...")
-        run_engine("second")
-        server.kill()
-        server.start()
-        _say(f"4. kill -9, started again: {server.greeting}")
-        _say("5. a third engine process loads it from disk ...")
-        run_engine("restarted")
+        for role, step in _STEPS.items():
+            if role == "restarted":
+                server.kill()
+                server.start()
+                _say(f"4. kill -9, started again: {server.greeting}")
+            _say(step)
+            # torch leaves temporary files
+            command = ["env", f"TMPDIR={scratch}", *_MODULE, "kvstore.cli.demo.engine", role]
+            try:
+                with progress(f"engine process: {role}"):
+                    done = subprocess.run(  # noqa: S603 - our own interpreter and module
+                        [*command, server.address, *arguments],
+                        capture_output=True, text=True, timeout=ENGINE_S, check=False,
+                    )  # fmt: skip
+            except subprocess.TimeoutExpired:
+                fail(f"the {role} engine process took over {ENGINE_S:.0f} s", EXIT_NOT_HELD)
+            if done.returncode:
+                words = _last_words(done.stderr)
+                fail(f"the {role} engine process failed: {words}", EXIT_NOT_HELD)
+            reports[role] = json.loads(done.stdout.splitlines()[-1])
     return reports
-
-
-def _engine(role: str, command: Sequence[str]) -> dict[str, Any]:
-    try:
-        with progress(f"engine process: {role}"):
-            done = subprocess.run(  # noqa: S603 - our own interpreter and module
-                command, capture_output=True, text=True, timeout=ENGINE_S, check=False
-            )
-    except subprocess.TimeoutExpired:
-        fail(f"the {role} engine process took over {ENGINE_S:.0f} s", EXIT_NOT_HELD)
-    if done.returncode:
-        fail(f"the {role} engine process failed: {_last_words(done.stderr)}", EXIT_NOT_HELD)
-    report: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return report
 
 
 def _text(figures: Mapping[str, Any]) -> Iterator[str | Grid]:

@@ -421,7 +421,7 @@ class DataCalls:
         if log is None:
             raise InvalidRequestError("method", "Events", "this server keeps no events")
         session = self._sessions.get(request.session_id) if request.session_id else None
-        with self._reading_events("" if session is None else session.tenant):
+        with self._reading_events("" if session is None else session.owner.tenant):
             reader = EventReader(log, None if session is None else session.namespace)
             if request.boot_id == self._backend.identity.boot_id:
                 reader.go_on(request.cursor)  # may scan the whole log

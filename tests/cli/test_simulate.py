@@ -15,8 +15,9 @@ from helpers.prompts import keys_of
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from kvstore.cli import simulate, trace
+from kvstore.cli import bench, simulate
 from kvstore.cli.app import EXIT_STORE, EXIT_USAGE
+from kvstore.cli.bench import replay_trace
 from kvstore.cli.simulate import (
     BlockLine,
     BlockReplay,
@@ -26,7 +27,6 @@ from kvstore.cli.simulate import (
     parse_capacity,
     read_trace,
 )
-from kvstore.cli.trace import replay_trace
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import InvalidRequestError
 from kvstore.proto.types import POLICIES
@@ -258,7 +258,7 @@ def test_a_replay_counts_what_the_server_had(make_server: ServerMaker, tmp_path:
 def test_a_recording_ends_with_the_names_there_may_be(
     make_server: ServerMaker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(trace, "MAX_NAMES", 3)
+    monkeypatch.setattr(bench, "MAX_NAMES", 3)
     server = make_server()
     client = server.connect()
     prompts = iter([1, 2])
@@ -266,7 +266,7 @@ def test_a_recording_ends_with_the_names_there_may_be(
     def look_up(_: float) -> None:
         client.lookup(keys=keys_of(client, next(prompts), 2))
 
-    made = trace.record(server.address, tmp_path / "t.jsonl", 60, 16, lambda: 0.0, look_up)
+    made = bench.record(server.address, tmp_path / "t.jsonl", 60, 16, lambda: 0.0, look_up)
     assert (made.chunks, made.lookups) == (4, 2)
 
 

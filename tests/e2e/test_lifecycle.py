@@ -19,9 +19,9 @@ from helpers.redis_process import free_port
 from helpers.server_process import ServerProcess
 
 from kvstore.cli.__main__ import main
+from kvstore.cli.bench import record, replay_trace
 from kvstore.cli.server import fetch_status
 from kvstore.cli.simulate import make_blocks, read_trace, replay_blocks
-from kvstore.cli.trace import record, replay_trace
 from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.client.options import TransportName

@@ -140,6 +140,16 @@ def test_a_pool_has_a_quota_and_its_chunks_count_against_no_tenants(world: World
     assert {tier.quota_bytes for tier in pool.tiers} == {32 << 10}
 
 
+def test_a_tenant_has_no_more_readers_of_events_by_sessions_of_pools(world: World) -> None:
+    key = world.new_key("zeta")
+    with ExitStack() as stack:
+        for tenant in ("", "", "pool:library", "pool:curated"):
+            next(stack.enter_context(world.client(key, tenant=tenant).events()))
+        more = stack.enter_context(world.client(key, tenant="pool:library").events())
+        with pytest.raises(QuotaExceededError, match="tenant 'zeta'"):
+            next(more)
+
+
 # --- roles, on every way in
 
 

@@ -310,6 +310,8 @@ class TransformersConnector(Connector):
         for name in ("max_length", "min_length"):
             if getattr(stated, name):
                 setattr(stated, name, max(1, getattr(stated, name) - padding))
+        if stated.output_attentions and self._shape.is_probed:
+            extra = [b"output_attentions", *extra]  # some models attend otherwise then
         weights = self._watch.current()
         call = Call(weights.named(extra), weights, allowed, stated, passed, within, began_s)
         if not self._fits(weights):

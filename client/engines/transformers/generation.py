@@ -177,7 +177,7 @@ def settings_of(
     ):
         if whole(name) not in taken:
             raise InvalidRequestError(name, whole(name), fix)
-    for name in ("pad_token_id", "eos_token_id", "cache_implementation"):
+    for name in ("pad_token_id", "eos_token_id", "cache_implementation", "output_attentions"):
         setattr(settings, name, whole(name))
     settings.return_dict_in_generate = True
     return settings

@@ -249,13 +249,19 @@ def check_padding(model: PreTrainedModel) -> None:
         )
         found += engine.generate(padded, attention_mask=mask, generation_config=config).logits
     alone, behind = found
-    bound = math.sqrt(torch.finfo(alone.dtype).eps) * float(alone.abs().max())
+    # ``generate`` returns the logits of every model in float32.
+    bound = math.sqrt(torch.finfo(model.dtype).eps) * float(alone.abs().max())
     if not float((behind - alone).abs().max()) <= bound:
         fix = "this model's positions count padding: give prompts of one length"
         raise InvalidRequestError("attention_mask", "zeros", fix)
 
 
 def _weights(model: PreTrainedModel, stated: str) -> Weights:
+    state = model.state_dict()
+    for key, value in state.items():
+        if not isinstance(value, torch.Tensor):
+            fix = "its weights are packed, so that they cannot be compared: give one of tensors"
+            raise ModelError("model", f"{key}: {type(value).__name__}", fix)
     name = model.config.name_or_path or ""
     commit = str(getattr(model.config, "_commit_hash", None) or "")
     weights = None  # without a name their content identifies them
@@ -264,7 +270,7 @@ def _weights(model: PreTrainedModel, stated: str) -> Weights:
     named = stated if shared.is_exact(stated) else commit
     # Under a commit's name a sample suffices; without one every element is compared. A tensor
     # written since it was loaded may differ anywhere.
-    every = not named or any(map(_version, model.state_dict().values()))
+    every = not named or any(map(_version, state.values()))
     if weights and weights.folder and _is_in(model, weights.folder, every=every):
         return weights
     found = weights_digest(model, 0 if every else SAMPLED)

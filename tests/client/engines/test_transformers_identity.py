@@ -74,6 +74,19 @@ def test_a_model_cast_after_it_was_loaded_is_not_one_loaded_in_that_type(tokeniz
     assert representation_of(model.to(torch.bfloat16).to(torch.float32), tokenizer) != loaded
 
 
+def test_a_model_whose_state_is_not_of_tensors_is_refused_by_name(tokenizer: Any) -> None:
+    """As torch's own quantisation packs its weights."""
+
+    class Packed(torch.nn.Module):
+        def get_extra_state(self) -> tuple[int, int]:
+            return (1, 2)
+
+    model = llama()
+    model.lm_head.packed = Packed()
+    with pytest.raises(ModelError, match="its weights are packed"):
+        representation_of(model, tokenizer)
+
+
 @pytest.mark.parametrize("own", ["class", "attention"])
 def test_a_model_of_other_code_does_not_have_the_files_name(
     load_tinylm: Any, tokenizer: Any, own: str

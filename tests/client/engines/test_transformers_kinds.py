@@ -284,16 +284,21 @@ def test_positions_that_do_not_count_tokens_equal_to_the_padding_are_refused(
         connect(random_model(transformers.RobertaConfig(**BASE, is_decoder=True)))
 
 
-def test_padding_that_counts_as_positions_is_refused_by_name(connect: Connect) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+def test_padding_that_counts_as_positions_is_refused_by_name(
+    connect: Connect, dtype: torch.dtype
+) -> None:
     """What such a batch generates is at other positions than in a prompt alone."""
     sizes: Any = {"d_model": 64, "encoder_layers": 2, "decoder_layers": 2, "vocab_size": VOCABULARY}
-    model = random_model(transformers.BartConfig(**sizes, decoder_ffn_dim=96))
+    model = random_model(transformers.BartConfig(**sizes, decoder_ffn_dim=96), dtype)
     connector = connect(model)
     prompts = [random_ids(count, VOCABULARY, count)[0] for count in (80, 33)]
     batch, mask = left_padded(prompts)
     with pytest.raises(InvalidRequestError, match="positions count padding"):
         connector.generate(batch, greedy(), attention_mask=mask)
     assert connector.generate(batch[:, 47:], greedy()).row_hits == (0, 0)
+    others = connect(random_model(transformers.GlmConfig(**BASE, head_dim=16), dtype))
+    assert others.generate(batch, greedy(), attention_mask=mask).row_hits == (0, 0)
 
 
 def _attend_to_half(model: Any) -> None:
@@ -387,6 +392,8 @@ def test_attention_that_computes_otherwise_in_some_models_is_in_their_name(
     falcon: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
     model = random_model(transformers.FalconConfig(vocab_size=VOCABULARY, **falcon, alibi=True))
     connector, ids = connect(model), random_ids(100, VOCABULARY)
+    connector.generate(ids, greedy(), output_attentions=True)  # takes the other one
+    assert connector.load(ids)[1] == 0
     stored_tokens(connector, ids)
     assert connector.load(ids)[1] == 96
     name = representation_of(model, tokenizer)
