@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -47,6 +49,21 @@ def _encryption_keys(file: Path) -> list[EncryptionKey]:
     return list(parse_encryption_keys(read_guarded(file)).values())
 
 
+@contextmanager
+def _alone(file: Path) -> Iterator[None]:
+    """Wait until no other command changes *file*: else rows are lost, or revoked ones return."""
+    try:
+        folder = os.open(file.absolute().parent, os.O_RDONLY)  # the file itself is replaced
+    except OSError as error:
+        raise InvalidRequestError("file", str(file), f"{error.strerror}; name another") from None
+    try:
+        with suppress(OSError):  # a file system without locks
+            fcntl.flock(folder, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(folder)
+
+
 # --- token
 
 
@@ -63,19 +80,19 @@ def token_make(
     """
     from kvstore.server.security.key_files import make_key, write_keys
 
-    rows = _tokens(file) if file.exists() else []
     text, row = make_key(tenant, [one for one in roles.split(",") if one], os.urandom, time.time())
     if out is None:
-        write_keys(file, [*rows, row])
+        with _alone(file):
+            write_keys(file, [*_tokens(file), row] if file.exists() else [row])
         print(text)
         return
     flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL
-    with os.fdopen(os.open(out, flags, 0o600), "w") as target:
+    with _alone(file), os.fdopen(os.open(out, flags, 0o600), "w") as target:
         try:
             target.write(f"{text}\n")
             target.flush()
             os.fsync(target.fileno())
-            write_keys(file, [*rows, row])
+            write_keys(file, [*_tokens(file), row] if file.exists() else [row])
         except BaseException:
             out.unlink(missing_ok=True)
             raise
@@ -96,12 +113,13 @@ def token_revoke(
     """Remove a key from a file; its sessions end within a second."""
     from kvstore.server.security.key_files import write_keys
 
-    rows = _tokens(file)
-    ids = [row.id for row in rows if row.id.startswith(key_id)]
-    found = only_one("id", key_id, ids) if len(key_id) >= MIN_DIGITS else None
-    if found is None:
-        raise InvalidRequestError("id", key_id, "not in the file; see kvstore token list")
-    write_keys(file, [row for row in rows if row.id != found])
+    with _alone(file):
+        rows = _tokens(file)
+        ids = [row.id for row in rows if row.id.startswith(key_id)]
+        found = only_one("id", key_id, ids) if len(key_id) >= MIN_DIGITS else None
+        if found is None:
+            raise InvalidRequestError("id", key_id, "not in the file; see kvstore token list")
+        write_keys(file, [row for row in rows if row.id != found])
     print(f"revoked {found}")
 
 
@@ -113,9 +131,10 @@ def keys_new(file: NewFile) -> None:
     """Create a key of the next epoch; new data is encrypted with it."""
     from kvstore.server.security.key_files import next_key, write_keys
 
-    rows = _encryption_keys(file) if file.exists() else []
-    row = next_key(rows, os.urandom, time.time())
-    write_keys(file, [*rows, row])
+    with _alone(file):
+        rows = _encryption_keys(file) if file.exists() else []
+        row = next_key(rows, os.urandom, time.time())
+        write_keys(file, [*rows, row])
     print(f"created the key of epoch {row.epoch}; new data is encrypted with it")
 
 
@@ -140,16 +159,22 @@ def keys_retire(
     """Delete a key permanently: data encrypted with it is lost."""
     from kvstore.server.security.key_files import write_keys
 
+    _without(file, epoch)
+    if not yes:
+        app.confirm(f"Data encrypted with the key of epoch {epoch} becomes unreadable. Continue?")
+    with _alone(file):
+        write_keys(file, _without(file, epoch))
+    print(f"deleted the key of epoch {epoch}")
+
+
+def _without(file: Path, epoch: int) -> list[EncryptionKey]:
     rows = _encryption_keys(file)
     left = [row for row in rows if row.epoch != epoch]
     if len(left) == len(rows):
         raise InvalidRequestError("epoch", epoch, "not in the file; see kvstore keys list")
     if not left or epoch == max(row.epoch for row in rows):
         raise InvalidRequestError("epoch", epoch, "in use; run kvstore keys new first")
-    if not yes:
-        app.confirm(f"Data encrypted with the key of epoch {epoch} becomes unreadable. Continue?")
-    write_keys(file, left)
-    print(f"deleted the key of epoch {epoch}")
+    return left
 
 
 # --- quota

@@ -2,6 +2,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -87,6 +89,23 @@ def test_encryption_keys_are_made_listed_without_themselves_and_retired(
     assert "not in the file" in run("keys", "retire", file, 9, "--yes", status=2)
     file.write_text("{}")
     assert "line 1" in run("keys", "list", file, status=2)
+
+
+def test_commands_that_change_one_file_at_a_time_lose_no_row_and_bring_none_back(
+    tmp_path: Path, run: Run
+) -> None:
+    tokens, keys = tmp_path / "api-keys", tmp_path / "keys"
+    revoked = run("token", "make", tokens, "--tenant", "acme")[4:16]
+    made = [("token", "make", tokens, "--tenant", "zeta")] * 4 + [("keys", "new", keys)] * 3
+    python = (sys.executable, "-m", "kvstore.cli")
+    ran = [
+        subprocess.Popen([*python, *map(str, one)], stdout=subprocess.DEVNULL)
+        for one in (*made, ("token", "revoke", tokens, revoked))
+    ]
+    assert [one.wait(60) for one in ran] == [0] * len(ran)
+    rows = parse_keys(tokens.read_bytes()).rows.values()
+    assert [row.tenant for row in rows] == ["zeta"] * 4
+    assert list(parse_encryption_keys(keys.read_bytes())) == [1, 2, 3]
 
 
 def test_quotas_are_shown_and_changed_by_whoever_may_and_the_audit_log_holds(
