@@ -120,6 +120,7 @@ def _facts_of(model: PreTrainedModel) -> dict[str, _Facts]:
         if name:  # the model itself has settings of loading and generation
             own = [(k, v) for k, v in vars(module).items() if k[0] != "_" and k not in _NO_NUMBERS]
             numbers = {key: plain for key, value in own if (plain := _plain(value)) is not None}
+            numbers["drops"] = module.training and not model.training
             found[name] = (str(type(module)), numbers)
     return found
 

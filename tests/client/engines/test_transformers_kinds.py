@@ -326,6 +326,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a number": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.7),
     "a module": lambda model: setattr(model.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
     "a method": _double,
+    "its dropout": lambda model: model.model.layers[1].train(),
     "its active adapter": lambda model: setattr(model.model.layers[1], "active", ["second"]),
 }
 
