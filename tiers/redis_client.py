@@ -147,11 +147,13 @@ class Topology:
         if self.is_cluster and not isinstance(error, errors.ResponseError):
             server.retry_at = self._clock() + RETRY_AFTER_S
         with self._lock:
-            self._is_stale = self.moves
+            was_stale, self._is_stale = self._is_stale, self.moves
             if isinstance(error, errors.MovedError) and 0 <= error.slot_id < len(self.holders):
                 host = error.host or server.address[0]
                 if self.is_cluster and not self.is_closed and 0 < error.port < 1 << 16:
                     self.holders[error.slot_id] = self._node((host, error.port))
+                    if not was_stale:  # a node that does not know of the move yet would undo it
+                        self._renewed_at = self._clock()
 
     def renew_if_stale(self, deadline: float) -> None:
         """Request the topology if it may have changed. Raises if none is known yet."""

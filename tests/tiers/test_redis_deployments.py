@@ -319,6 +319,22 @@ def test_slot_that_moved_is_followed(
     assert len(first.names()) == 4
 
 
+def test_slot_that_moved_is_followed_though_another_node_has_not_heard_of_it(
+    cluster: RedisCluster, open_redis_tier: RedisTierMaker
+) -> None:
+    first, second, third = cluster.nodes
+    tier = open_redis_tier(f"redis+cluster://127.0.0.1:{third.port}")
+    for info in on_each_node(cluster, 4)[first.port]:
+        assert tier.find([info.key]) == [None]
+        time.sleep(MIN_RENEW_S)  # the topology may be renewed
+        cluster.move_slot(NAMES.manifest(info.key), second)
+        try:
+            assert put(tier, info, payload(1, info.size_bytes))
+            cluster.reset()
+        finally:
+            cluster.move_slot(NAMES.manifest(info.key), first)
+
+
 def test_full_coverage_is_warned_of_once(
     cluster: RedisCluster, open_redis_tier: RedisTierMaker
 ) -> None:
