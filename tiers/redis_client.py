@@ -139,17 +139,21 @@ class Topology:
 
     def note_failure(self, server: Server, error: Exception, *, is_local: bool) -> None:
         """Note a refusal; after *is_local* errors follow a moved slot, and renew the topology."""
-        if not is_local:
+        is_down = isinstance(error, errors.ClusterDownError)  # in its view: it may be alone
+        if is_down or not is_local:
             server.refused_at = self._clock()
+        if not is_local:
             return
         if self.is_cluster and not isinstance(error, errors.ResponseError):
             server.retry_at = self._clock() + RETRY_AFTER_S
         with self._lock:
-            self._is_stale = self.moves
+            was_stale, self._is_stale = self._is_stale, self.moves
             if isinstance(error, errors.MovedError) and 0 <= error.slot_id < len(self.holders):
                 host = error.host or server.address[0]
                 if self.is_cluster and not self.is_closed and 0 < error.port < 1 << 16:
                     self.holders[error.slot_id] = self._node((host, error.port))
+                    if not was_stale:  # a node that does not know of the move yet would undo it
+                        self._renewed_at = self._clock()
 
     def renew_if_stale(self, deadline: float) -> None:
         """Request the topology if it may have changed. Raises if none is known yet."""
@@ -170,8 +174,9 @@ class Topology:
     def _renew(self, deadline: float) -> None:
         with self._lock:
             known = [self._node(at) for at in (*self._nodes, *self._url.hosts) if self.is_cluster]
-        # failed servers last
-        candidates = sorted(dict.fromkeys(self._sentinels or known), key=lambda one: one.retry_at)
+        # failed servers last, and those that may not know the Cluster
+        known = self._sentinels or known
+        candidates = sorted(dict.fromkeys(known), key=lambda one: max(one.retry_at, one.refused_at))
         reasons = []
         least_s = (deadline - self._clock()) * MIN_REQUEST_SHARE
         for at, server in enumerate(candidates, 1):
@@ -399,8 +404,8 @@ class RedisClient:
 
     def _is_partial(self, error: Exception, *, is_local: bool) -> bool:
         """Return whether other parts of the Cluster still work."""
-        is_down = isinstance(error, errors.ClusterDownError)
-        return not is_down and self._topology.has_others(is_refusal=not is_local)
+        is_refusal = not is_local or isinstance(error, errors.ClusterDownError)
+        return self._topology.has_others(is_refusal=is_refusal)
 
     def _unavailable(self, error: Exception, *, is_partial: bool = False) -> TierUnavailableError:
         """Return *error* with a fix and without passwords."""

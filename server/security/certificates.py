@@ -25,6 +25,7 @@ MAX_LISTS = 64
 REMEMBERED = 1024
 """Cached parsed certificates."""
 
+_CURVES = ("secp256r1", "secp384r1")
 _END = b"-----END X509 CRL-----"
 
 
@@ -115,9 +116,11 @@ def server_credentials(cert: Path, key: Path, client_ca: Path | None) -> grpc.Se
 
 
 def checked_pair(cert: bytes, key: bytes, *client_ca: bytes) -> tuple[bytes, ...]:
-    """Return the files if they match. Raises InvalidRequestError."""
+    """Return the files if they match and gRPC can use them. Raises InvalidRequestError."""
     from cryptography import x509
+    from cryptography.exceptions import UnsupportedAlgorithm
     from cryptography.hazmat.primitives import serialization
+    from cryptography.hazmat.primitives.asymmetric import ec, rsa
 
     field = "tls_cert"
     try:
@@ -127,8 +130,13 @@ def checked_pair(cert: bytes, key: bytes, *client_ca: bytes) -> tuple[bytes, ...
         field = "tls_client_ca"
         for authorities in client_ca:
             x509.load_pem_x509_certificates(authorities)
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, UnsupportedAlgorithm) as error:
         raise InvalidRequestError(field, "...", f"is not valid PEM: {error}") from None
+    curve = own.curve.name if isinstance(own, ec.EllipticCurvePublicKey) else ""
+    if not isinstance(own, rsa.RSAPublicKey) and curve not in _CURVES:
+        # With others gRPC listens, and no client of it can connect.
+        fix = "use a key of RSA, P-256 or P-384: gRPC's clients accept no other"
+        raise InvalidRequestError("tls_cert", "...", fix)
     if own != other:
         raise InvalidRequestError("tls_key", "...", "is not the key of tls_cert")
     return cert, key, *client_ca

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from cryptography import x509
 from cryptography.hazmat.primitives import hashes, serialization
-from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519
 from cryptography.x509.oid import NameOID
 
 from kvstore.server.security.key_files import ApiKey, make_key, parse_keys, write_keys
@@ -49,9 +49,10 @@ class Authority:
         roles: Sequence[str] = (),
         days: float = 1,
         hosts: Sequence[str] = ("localhost",),
+        key: ec.EllipticCurvePrivateKey | ed25519.Ed25519PrivateKey | None = None,
     ) -> tuple[Path, Path]:
-        """Return the files of a certificate for *hosts*, valid for *days*, and its key."""
-        key = ec.generate_private_key(ec.SECP256R1())
+        """Return the files of a certificate for *hosts*, valid for *days*, and its *key*."""
+        key = key or ec.generate_private_key(ec.SECP256R1())
         subject = [x509.NameAttribute(NameOID.COMMON_NAME, name)]
         if tenant:
             subject.append(x509.NameAttribute(NameOID.ORGANIZATION_NAME, tenant))

@@ -80,31 +80,33 @@ class RedisCluster:
     def is_formed(self) -> bool:
         """Whether every node knows all others, and all slots have a master."""
         known = b"cluster_known_nodes:%d\r" % len(self.nodes)
-        states = [_raw(node, "CLUSTER", "INFO") for node in self.nodes]
+        states = [raw_reply(node, "CLUSTER", "INFO") for node in self.nodes]
         return all(b"cluster_state:ok" in state and known in state for state in states)
 
     def add_replica(self, master: RedisProcess) -> RedisProcess:
         """Start a replica of *master* and wait until it is synchronised."""
         replica = self._add()
-        _raw(replica, "CLUSTER", "MEET", self._host, str(master.port))
-        name = _raw(master, "CLUSTER", "MYID")
-        assert eventually(lambda: name in _raw(replica, "CLUSTER", "NODES"))
-        _raw(replica, "CLUSTER", "REPLICATE", name)
+        raw_reply(replica, "CLUSTER", "MEET", self._host, str(master.port))
+        name = raw_reply(master, "CLUSTER", "MYID")
+        assert eventually(lambda: name in raw_reply(replica, "CLUSTER", "NODES"))
+        raw_reply(replica, "CLUSTER", "REPLICATE", name)
         assert eventually(lambda: _is_synchronised(replica) and self.is_formed())
         return replica
 
     def move_slot(self, name: bytes, target: RedisProcess) -> None:
         """Give the slot of *name*, in which there is nothing, to another master."""
-        slot = str(_raw(target, "CLUSTER", "KEYSLOT", name))
-        target_id = _raw(target, "CLUSTER", "MYID")
+        slot = str(raw_reply(target, "CLUSTER", "KEYSLOT", name))
+        target_id = raw_reply(target, "CLUSTER", "MYID")
         for node in (target, self.holder_of(name)):
-            _raw(node, "CLUSTER", "SETSLOT", slot, "NODE", target_id)
+            raw_reply(node, "CLUSTER", "SETSLOT", slot, "NODE", target_id)
 
     def holder_of(self, name: bytes) -> RedisProcess:
         """Return the master that holds the slot of *name*."""
-        slot = _raw(self.nodes[0], "CLUSTER", "KEYSLOT", name)
+        slot = raw_reply(self.nodes[0], "CLUSTER", "KEYSLOT", name)
         (port,) = (
-            row[2][1] for row in _raw(self.nodes[0], "CLUSTER", "SLOTS") if row[0] <= slot <= row[1]
+            row[2][1]
+            for row in raw_reply(self.nodes[0], "CLUSTER", "SLOTS")
+            if row[0] <= slot <= row[1]
         )
         return next(node for node in self.nodes if node.port == port)
 
@@ -146,7 +148,7 @@ class SentinelSetup:
         self.url = _url("sentinel", [self.sentinel], f"/{SERVICE}?db=0", tls)
 
     def _ask(self, question: str) -> Any:
-        return _raw(self.sentinel, "SENTINEL", question, SERVICE)
+        return raw_reply(self.sentinel, "SENTINEL", question, SERVICE)
 
     def master_port(self) -> int:
         return int(self._ask("GET-MASTER-ADDR-BY-NAME")[1])
@@ -171,7 +173,7 @@ def _url(
     return f"rediss+{kind}://{hosts}{path}{'&' if '?' in path else '?'}ssl_ca_certs={tls.ca}"
 
 
-def _raw(node: RedisProcess, *words: str | bytes) -> Any:
+def raw_reply(node: RedisProcess, *words: str | bytes) -> Any:
     """Return the raw reply to one command."""
     context = tls_context((("ssl_ca_certs", str(node.tls.ca)),)) if node.tls else None
     address, options = ("127.0.0.1", node.port), ConnectionOptions(10.0, 1, tls=context)

@@ -13,7 +13,7 @@ from contracts.chunks import make_info, payload
 from contracts.shelf import assert_counts, assert_holds, get, put
 from contracts.tier import TierContract
 from helpers.local_server import eventually
-from helpers.redis_deployments import RedisCluster, SentinelSetup
+from helpers.redis_deployments import RedisCluster, SentinelSetup, raw_reply
 from helpers.redis_process import RedisProcess
 from structlog.testing import capture_logs
 
@@ -26,7 +26,7 @@ from kvstore.server.telemetry.metrics import Counters
 from kvstore.tiers.base import Tier
 from kvstore.tiers.redis import RedisTier
 from kvstore.tiers.redis_chunks import KeyNames
-from kvstore.tiers.redis_client import RedisClient
+from kvstore.tiers.redis_client import MIN_RENEW_S, RedisClient
 
 RedisTierMaker = Callable[..., RedisTier]
 
@@ -247,11 +247,30 @@ def test_cluster_that_is_down_as_a_whole_is_unavailable(
     for node in others:
         node.client.config_set("cluster-require-full-coverage", "yes")
     gone.stop()
-    assert eventually(lambda: "The cluster is down" in why_no_answer(tier, infos[others[0].port]))
+    asked = [info for node in others for info in infos[node.port]]
+    assert eventually(lambda: "The cluster is down" in why_no_answer(tier, asked))
     assert not refusal_of(tier, infos[others[0].port][0]).is_partial
     own_cluster.stop()
     for info in flat(infos):
         assert eventually(lambda info=info: not refusal_of(tier, info).is_partial)  # type: ignore[misc]
+
+
+def test_master_that_alone_calls_the_cluster_down_costs_its_slots_and_is_not_the_one_to_ask(
+    own_cluster: RedisCluster, open_redis_tier: RedisTierMaker
+) -> None:
+    infos = on_each_node(own_cluster, 2)
+    tier = open_redis_tier(own_cluster.url, timeout_ms=1000)
+    fill_all(tier, flat(infos))
+    alone, forgotten, _ = own_cluster.nodes
+    alone.client.config_set("cluster-require-full-coverage", "yes")
+    alone.command("CLUSTER", "FORGET", raw_reply(forgotten, "CLUSTER", "MYID").decode())
+    assert eventually(lambda: get(tier, infos[alone.port][0]) is None)
+    assert refusal_of(tier, infos[alone.port][1]).is_partial
+    time.sleep(MIN_RENEW_S)  # the next call renews the topology
+    for info in flat(infos):
+        is_kept = info not in infos[alone.port]
+        assert (get(tier, info) is not None) == is_kept
+        assert tier.find([info.key]) == [info if is_kept else None]
 
 
 def why_no_answer(tier: Tier, infos: list[ChunkInfo]) -> str:
@@ -298,6 +317,22 @@ def test_slot_that_moved_is_followed(
     assert get(tier, info) is None
     assert put(tier, info, payload(1, info.size_bytes))
     assert len(first.names()) == 4
+
+
+def test_slot_that_moved_is_followed_though_another_node_has_not_heard_of_it(
+    cluster: RedisCluster, open_redis_tier: RedisTierMaker
+) -> None:
+    first, second, third = cluster.nodes
+    tier = open_redis_tier(f"redis+cluster://127.0.0.1:{third.port}")
+    for info in on_each_node(cluster, 4)[first.port]:
+        assert tier.find([info.key]) == [None]
+        time.sleep(MIN_RENEW_S)  # the topology may be renewed
+        cluster.move_slot(NAMES.manifest(info.key), second)
+        try:
+            assert put(tier, info, payload(1, info.size_bytes))
+            cluster.reset()
+        finally:
+            cluster.move_slot(NAMES.manifest(info.key), first)
 
 
 def test_full_coverage_is_warned_of_once(

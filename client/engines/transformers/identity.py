@@ -120,24 +120,33 @@ def _facts_of(model: PreTrainedModel) -> dict[str, _Facts]:
         if name:  # the model itself has settings of loading and generation
             own = [(k, v) for k, v in vars(module).items() if k[0] != "_" and k not in _NO_NUMBERS]
             numbers = {key: plain for key, value in own if (plain := _plain(value)) is not None}
+            numbers["drops"] = module.training and not model.training
             found[name] = (str(type(module)), numbers)
     return found
 
 
 def _tables_of(model: PreTrainedModel) -> dict[str, str]:
-    """Return digests of the rotation tables that differ from those that the settings make."""
+    """Return digests of the buffers that are not among the weights.
+
+    Rotation tables that are as the settings make them are left out.
+    """
     found = dict[str, str]()
-    tables: Any = [one for one in model.modules() if any("inv_freq" in x for x in one._buffers)]
-    for number, table in enumerate(tables):
+    for path, module in model.named_modules():
         stated = dict[str, torch.Tensor]()
-        with suppress(AttributeError, TypeError):  # custom modules are made from numbers
-            stated = dict(type(table)(config=table.config).named_buffers())
-        for name, buffer in table.named_buffers():
-            own, named = buffer.double().cpu(), stated.get(name, buffer.new_empty(0)).double().cpu()
-            # A cast rounds them.
-            if own.shape != named.shape or not torch.allclose(own, named, rtol=1e-5, atol=0.0):
-                found[f"rope {number} {name}"] = blake3(own.numpy().tobytes()).hexdigest()
+        if any("inv_freq" in name for name in module._buffers):
+            with suppress(AttributeError, TypeError):  # custom modules are made from numbers
+                stated = dict(type(module)(config=module.config).named_buffers())
+        for name in sorted(module._non_persistent_buffers_set):
+            own, named = module._buffers.get(name), stated.get(name)
+            if own is not None and (named is None or not _is_alike(own, named)):
+                found[f"buffer {path}.{name}"] = blake3(_bytes(own)).hexdigest()
     return found
+
+
+def _is_alike(own: torch.Tensor, stated: torch.Tensor) -> bool:
+    """Return whether the tables are the same up to rounding: a cast rounds them."""
+    tables = (own.double().cpu(), stated.double().cpu())
+    return own.shape == stated.shape and torch.allclose(*tables, rtol=1e-5, atol=0.0)
 
 
 def _attention_of(config: Any) -> str:
@@ -191,7 +200,9 @@ def cache_shape(model: PreTrainedModel) -> CacheShape:
     check_model(model)
     rope_parameters(config)
     layers = DynamicCache(config=config).layers
-    if config.model_type not in MODEL_TYPES or any(type(x) is not DynamicLayer for x in layers):
+    numbers = {getattr(one, "layer_idx", None) for one in model.modules()} - {None}
+    is_known = config.model_type in MODEL_TYPES and numbers == {*range(len(layers))}
+    if not is_known or any(type(x) is not DynamicLayer for x in layers):
         return CacheShape.of(model)
     dim = head_dim(config)
     shapes = [
@@ -306,9 +317,7 @@ def weights_digest(model: PreTrainedModel, sampled: int = 0) -> str:
     digest = blake3(max_threads=blake3.AUTO)
     for name, tensor in sorted(model.state_dict().items()):
         digest.update(f"\n{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
-        some = _some(tensor.detach(), sampled) if sampled else tensor.detach()
-        flat: Any = some.cpu().contiguous().reshape(-1)
-        digest.update(flat.view(torch.uint8).numpy())
+        digest.update(_bytes(_some(tensor, sampled) if sampled else tensor))
     return f"{'sample=' if sampled else 'blake3:'}{digest.hexdigest()}"
 
 
@@ -431,6 +440,10 @@ def _address(tensor: torch.Tensor) -> int:
         return tensor.data_ptr()
     except RuntimeError:  # composed of other tensors, as in some quantisations
         return 0
+
+
+def _bytes(tensor: torch.Tensor) -> Any:
+    return tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
 
 
 def _some(tensor: torch.Tensor, count: int) -> torch.Tensor:

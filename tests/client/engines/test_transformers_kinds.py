@@ -330,6 +330,7 @@ CHANGES: dict[str, Callable[[Any], object]] = {
     "a number": lambda model: setattr(model.model.layers[1].self_attn, "scaling", 0.7),
     "a module": lambda model: setattr(model.model.layers[1].mlp, "act_fn", torch.nn.ReLU()),
     "a method": _double,
+    "its dropout": lambda model: model.model.layers[1].train(),
     "its active adapter": lambda model: setattr(model.model.layers[1], "active", ["second"]),
 }
 
@@ -387,6 +388,22 @@ def test_tables_of_a_module_without_a_config_are_in_the_name(tokenizer: Any) -> 
         model.model.layers[0].rotary.config = model.config
         assert representation_of(model, tokenizer) == found[-1], "it is not made from it"
     assert found[0] == found[1] != found[2]
+
+
+def test_buffers_that_are_not_among_the_weights_are_in_the_name(tokenizer: Any) -> None:
+    found = []
+    for scale in (1.0, 1.0, 0.5):
+        model = make_model("gemma2, every other layer")
+        model.model.embed_tokens.embed_scale *= scale
+        found.append(representation_of(model, tokenizer))
+    assert found[0] == found[1] != found[2]
+
+
+def test_a_model_with_fewer_layers_than_its_settings_say_is_refused_by_name(tokenizer: Any) -> None:
+    model = make_model("qwen2, biases")
+    model.model.layers = model.model.layers[:3]
+    with pytest.raises(ModelError, match=r"layers\[3\].*needs keys and values"):
+        representation_of(model, tokenizer)
 
 
 def test_attention_that_computes_otherwise_in_some_models_is_in_their_name(

@@ -16,7 +16,7 @@ from typing import Any
 
 import jwt
 import pytest
-from cryptography.hazmat.primitives.asymmetric import ed25519, rsa
+from cryptography.hazmat.primitives.asymmetric import ec, ed25519, rsa
 from cryptography.hazmat.primitives.serialization import Encoding, PublicFormat
 from helpers.credentials import Authority, KeyRing
 from structlog.testing import capture_logs
@@ -252,6 +252,16 @@ def test_a_certificate_and_another_key_are_refused_at_the_start(tmp_path: Path) 
         server_credentials(cert, key, None)
     with pytest.raises(InvalidRequestError, match="tls_client_ca"):
         server_credentials(cert, cert.with_suffix(".key"), key)
+
+
+def test_a_certificate_whose_key_no_client_of_grpc_accepts_is_refused_at_the_start(
+    tmp_path: Path,
+) -> None:
+    ca = Authority(tmp_path)
+    for key in (KEY, ec.generate_private_key(ec.SECP521R1())):
+        with pytest.raises(InvalidRequestError, match="RSA, P-256 or P-384"):
+            server_credentials(*ca.issue("server", key=key), None)
+    server_credentials(*ca.issue("server", key=ec.generate_private_key(ec.SECP384R1())), None)
 
 
 def test_what_is_remembered_is_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
