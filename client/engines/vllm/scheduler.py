@@ -95,9 +95,7 @@ class VllmScheduler:
         self._epoch = b""
         self._tracked: dict[str, RequestTracker] = {}
         self._computing: set[str] = set()  # requests of the last step that are not finished
-        self._wait_left_s = (
-            TOGETHER_S  # to wait for lookups before the next step, if there are none
-        )
+        self._wait_left_s = TOGETHER_S  # for lookups before the next step, while none runs
         self._lossy = LossyBlocks(shape.block_tokens)
         self._recent: OrderedDict[ChainDigest, float] = OrderedDict()
         self.counted: Counter[str] = Counter()

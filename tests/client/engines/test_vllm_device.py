@@ -100,6 +100,21 @@ def test_chunks_go_into_the_servers_gpu_memory_and_come_out_of_it_without_the_ho
     assert sum(side.reader.copies.copied) == 0, "and nothing went up"  # type: ignore[attr-defined]
 
 
+def test_chunks_of_several_steps_go_together_once_the_last_is_computed(
+    near: LocalServer, start_at: Start
+) -> None:
+    where: dict[str, Any] = {"on_device": True, "client": CudaClient}
+    engine, hold = start_at(near.address, **where), threading.Event()
+    (worker,) = engine.workers
+    worker._storer.submit(hold.wait)
+    request, blocks = engine.arrived("a", PROMPT), engine.blocks(200)
+    for tokens in (64, 136):
+        engine.step(request, blocks, tokens)
+    hold.set()
+    assert worker.settled(20.0)
+    assert start_at(near.address, **where).run("b", PROMPT) == 192
+
+
 # --- room
 
 

@@ -414,6 +414,8 @@ def test_chunks_whose_windows_the_engine_gave_up_end_no_prefix_until_they_are_co
     place: Any = lambda _, layout: empty_tensors(layout)  # noqa: E731
     found = client.get_chunks(client.keys(PROMPT), place)
     assert [len(one) for one in found] == [len(bare.components), len(bare.components), 2]
+    for on_device in (False, True):
+        assert start(shape=HYBRID, on_device=on_device).run("e", PROMPT) == 192
     assert start(shape=HYBRID).run("c", PROMPT[:150]) == 0, "the second has not"
     assert start(shape=HYBRID).run("d", PROMPT[:150]) == 128
 
