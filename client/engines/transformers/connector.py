@@ -150,7 +150,9 @@ class TransformersConnector(Connector):
         if weights.structures != self._fitting[0]:
 
             def check() -> bool:
-                groups = CacheShape.of(self._model).groups
+                # Its dtype is that of autocast for now only.
+                with torch.autocast(self._model.device.type, enabled=False):
+                    groups = CacheShape.of(self._model).groups
                 if groups != self._shape.groups:
                     fix = "the model's cache has changed: make another client and connector"
                     raise ModelError("layers", len(groups), fix)

@@ -44,7 +44,7 @@ LAYERS = 8
 """About how many layers, evenly spaced, are measured. More are no better."""
 COMPARED_TOKENS = 64
 """Limit of tokens compared, at a prompt's end."""
-_WATCHED: set[Callable[..., Any]] = set()
+_WATCHED: dict[str, Callable[..., Any]] = {}
 """Wrappers registered with transformers in place of its attention implementations."""
 _FAULTS = (RuntimeError, MemoryError)
 """Errors of torch, such as out of memory: nothing is measured then, and no request fails."""
@@ -281,7 +281,7 @@ def noting_attention(
 def _watch(name: str) -> bool:
     """Wrap the attention implementation called *name*; return whether it exists."""
     own: Any = AttentionInterface().get(name)  # type: ignore[no-untyped-call]
-    if own is None or own in _WATCHED:
+    if own is None or own is _WATCHED.get(name):
         return own is not None
 
     @wraps(own)
@@ -292,7 +292,7 @@ def _watch(name: str) -> bool:
             note(query, key, named.get("scaling"))
         return own(module, query, key, *more, **named)
 
-    _WATCHED.add(attend)
+    _WATCHED[name] = attend
     AttentionInterface.register(name, attend)
     return True
 

@@ -366,9 +366,10 @@ class HostSide:
 
         if targets:
             spec = job.spec
-            job.read = self._connector.read_into(spec.digests, target, job.stated, spec.terms)
-            for one in targets[: job.read]:
+            read = self._connector.read_into(spec.digests, target, job.stated, spec.terms)
+            for one in targets[:read]:
                 one.finish()
+            job.read = read  # not before: a chunk that was read must be in its blocks
 
     def put_near(
         self, chunks: Callable[[], Sequence[Chunk]], copies: Sequence[Any], hints: Hints

@@ -23,11 +23,13 @@ from helpers.torch_engine import (
     stored_tokens,
 )
 from transformers import (
+    AttentionInterface,
     BatchEncoding,
     PreTrainedModel,
     StaticCache,
 )
 from transformers.generation.streamers import BaseStreamer
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from typing_extensions import override
 
 from kvstore.client import Chunk, Client
@@ -387,6 +389,21 @@ def test_the_tokens_behind_a_hit_are_weighed_as_those_of_a_whole_prompt(
     assert [chunk.position for chunk in chunks] == [64, 128]
     wanted = attention_of(tinylm, PROMPT)
     np.testing.assert_allclose(chunks[0].importance, wanted[64:128], rtol=1e-3)
+
+
+def test_attention_that_has_no_hash_is_noted_as_any_other(
+    with_codec: Any, put: Any, load_tinylm: Any
+) -> None:
+    class Own(dict[str, object]):
+        __call__ = staticmethod(sdpa_attention_forward)
+
+    AttentionInterface.register("without_a_hash", Own())
+    model = load_tinylm()
+    model.config._attn_implementation = "without_a_hash"
+    connector = with_codec("kvq:2,importance", model)
+    chunks = put(connector)
+    assert stored_tokens(connector, PROMPT) == plain_tokens(model, PROMPT)
+    assert chunks[0].importance is not None
 
 
 def test_static_caches_batches_and_other_attention_are_stored_without_a_word_of_it(

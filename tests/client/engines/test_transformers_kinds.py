@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
+from typing import Any, cast
 from unittest.mock import patch
 
 import pytest
@@ -99,6 +99,10 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
         {"head_dim": 16, "mamba_d_ssm": 128, "mamba_chunk_size": 16, **_MAMBA2},
     ),
 }  # fmt: skip
+
+FALCON = transformers.FalconConfig(
+    vocab_size=VOCABULARY, hidden_size=64, num_hidden_layers=3, num_attention_heads=4, alibi=True
+)
 
 
 def make_model(name: str, dtype: torch.dtype = torch.float32) -> PreTrainedModel:
@@ -406,8 +410,7 @@ def test_attention_that_computes_otherwise_in_some_models_is_in_their_name(
     tokenizer: Any, connect: Connect
 ) -> None:
     """Falcon scales the biases of its heads in one of them only."""
-    falcon: dict[str, Any] = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4}
-    model = random_model(transformers.FalconConfig(vocab_size=VOCABULARY, **falcon, alibi=True))
+    model = random_model(FALCON)
     connector, ids = connect(model), random_ids(100, VOCABULARY)
     connector.generate(ids, greedy(), output_attentions=True)  # takes the other one
     assert connector.load(ids)[1] == 0
@@ -429,6 +432,19 @@ def test_kv_computed_in_another_dtype_by_autocast_is_not_that_of_the_model(
     assert connector.load(ids)[1] == 96
     with torch.autocast("cpu", torch.bfloat16):
         assert connector.load(ids)[1] == 0
+
+
+def test_what_changes_while_autocast_is_on_does_not_end_the_use_of_the_store(
+    connect: Connect,
+) -> None:
+    """The cache has another dtype then."""
+    model, ids = random_model(FALCON), random_ids(100, VOCABULARY)
+    connector, engine = connect(model), cast(Any, model)
+    engine.transformer.h[1].mlp.act = torch.nn.ReLU()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert stored_tokens(connector, ids) == plain_tokens(model, ids)
+    assert stored_tokens(connector, ids) == plain_tokens(model, ids)
+    assert connector.load(ids)[1] == 96
 
 
 def test_a_model_whose_cache_has_other_layers_now_runs_without_the_store(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -35,7 +36,7 @@ from kvstore.client import Client
 from kvstore.client.chunk import Chunk
 from kvstore.client.engines.base import Connector
 from kvstore.client.engines.vllm import worker as vllm_worker
-from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS
+from kvstore.client.engines.vllm.blocks import BLOCK_LAYOUTS, BlockTarget
 from kvstore.client.engines.vllm.identity import KVCacheShape
 from kvstore.client.engines.vllm.messages import FlopsModel, LoadSpec, Role, StepPlan, WorkerReport
 from kvstore.client.engines.vllm.scheduler import VllmScheduler
@@ -94,6 +95,16 @@ def test_every_block_that_a_load_left_without_kv_is_reported_and_stored_again(st
     assert positions(engine.step(request, blocks, 200 - CHUNK_TOKENS)) == [64, 128]
     assert engine.workers[0].settled(20.0)
     assert start().run("c", PROMPT) == 192
+
+
+def test_chunks_that_were_read_but_not_copied_into_their_blocks_are_computed(
+    start: Start, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    start().run("a", PROMPT)
+    engine = start()
+    monkeypatch.setattr(BlockTarget, "finish", Mock(side_effect=MemoryError("of the host")))
+    request, blocks = engine.arrived("b", PROMPT, hit=160, computed=32), engine.blocks(200)
+    assert engine.load(request, blocks, 160) == set(blocks[1:6]), "but for kept ones"
 
 
 def test_what_is_sooner_computed_is_a_counted_miss_and_not_stored_again(
