@@ -126,7 +126,7 @@ class AuditLog:
         before.close()
 
     def _is_moved(self) -> bool:
-        """Whether another file, or none, is at its path, as after logrotate or a failed rotation."""
+        """Whether its path names another file or none, as after logrotate or a failed rotation."""
         try:
             return not os.path.samestat(self._opened, self._path.stat())
         except OSError:
