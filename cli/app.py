@@ -21,7 +21,6 @@ from enum import Enum
 from inspect import Parameter
 from itertools import zip_longest
 from pathlib import Path
-from textwrap import wrap
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple, NoReturn, TypeVar, get_args
 
 import typer
@@ -410,7 +409,7 @@ class Grid:
 
     def lines(self, width: int | None) -> Iterator[str]:
         """Yield lines for a terminal of *width* columns; for None of any length."""
-        from rich.cells import cell_len
+        from rich.cells import cell_len, set_cell_size
 
         columns = list(zip(*self._rows, strict=True))
         widths = [max(map(cell_len, column)) for column in columns]
@@ -429,15 +428,21 @@ class Grid:
                     yield f"{name + ':':<{longest}} {cell}"
             return
         for row in self._rows:
-            parts = (
-                wrap(cell, most, break_on_hyphens=False) if cell_len(cell) > most else [cell]
-                for cell, most in zip(row, widths, strict=True)
-            )
-            for line in zip_longest(*parts, fillvalue=""):
-                gaps = (
-                    " " * (most - cell_len(cell)) for cell, most in zip(line, widths, strict=True)
-                )
-                yield _GAP.join(map(str.__add__, line, gaps)).rstrip()
+            for line in zip_longest(*map(_wrapped, row, widths), fillvalue=""):
+                yield _GAP.join(map(set_cell_size, line, widths)).rstrip()
+
+
+def _wrapped(cell: str, width: int) -> list[str]:
+    """Cut *cell* between words into lines of *width* columns, which each word fits."""
+    from rich.cells import cell_len
+
+    lines = [cell]
+    if cell_len(cell) > width:
+        lines = [""]
+        for word in cell.split():
+            longer = f"{lines[-1]} {word}".lstrip()
+            lines[-1:] = [longer] if cell_len(longer) <= width else [lines[-1], word]
+    return lines
 
 
 def lines_of(text: Iterable[str | Grid]) -> Iterator[str]:

@@ -82,11 +82,12 @@ class SegmentLine(msgspec.Struct, frozen=True):
 
 
 TraceLines = list[BlockLine] | list[SegmentLine]
-_DECODERS: dict[bytes, Any] = {
-    b'"hash_ids"': msgspec.json.Decoder(BlockLine),
-    b'"input_segs"': msgspec.json.Decoder(SegmentLine),
+_DECODERS: dict[str, Any] = {
+    "hash_ids": msgspec.json.Decoder(BlockLine),
+    "input_segs": msgspec.json.Decoder(SegmentLine),
 }
 """The two kinds of lines, by a field that only one of them has."""
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 @dataclass(slots=True)
@@ -146,7 +147,8 @@ def read_trace(path: Path) -> TraceLines:
 
 
 def _read_line(raw: bytes, kind: type | None) -> Any:
-    decoder = next((one for field, one in _DECODERS.items() if field in raw), None)
+    fields = _fields.decode(raw)
+    decoder = next((one for field, one in _DECODERS.items() if field in fields), None)
     if decoder is None:
         raise ValueError("give hash_ids (Mooncake's traces) or input_segs (kvstore's own)")
     if kind not in (None, decoder.type):

@@ -8,7 +8,7 @@ from __future__ import annotations
 import itertools
 import re
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, TypeAlias, TypeVar
@@ -50,7 +50,6 @@ PREFIX_TOKENS = 16
 T = TypeVar("T")
 _REPORT_EVERY = 8
 """Trials per line of progress."""
-_Text = Annotated[str, Meta(min_length=1)]
 _Question: TypeAlias = tuple[list[list[int]], list[int]]
 """Documents and a question about them, in tokens."""
 
@@ -65,8 +64,8 @@ class PromptLine(msgspec.Struct):
 class QuestionLine(msgspec.Struct):
     """A line of --questions."""
 
-    documents: Annotated[list[_Text], Meta(min_length=2)]
-    question: _Text
+    documents: Annotated[list[str], Meta(min_length=2)]
+    question: str
 
 
 def samples_of(
@@ -344,9 +343,7 @@ class BlendTrials:
         if not prefix:
             raise InvalidRequestError("prefix", None, "this model has no BOS: give --prefix FILE")
         if self.questions is not None:
-            form = '{"documents": ["...", "..."], "question": "..."}, none of them empty'
-            rows = read_lines("questions", self.questions, form, QuestionLine)
-            given = [(list(map(ids, row.documents)), ids(row.question)) for _, row in rows]
+            given = list(_questions(self.questions, ids))
             if not given:
                 raise InvalidRequestError(
                     "questions", str(self.questions), "give at least one line"
@@ -371,6 +368,15 @@ class BlendTrials:
         ends = [place for place in places if place + 1 not in places]  # the next is not drawn
         behind = passages[draw.choice(ends) + 1]
         return [passages[place] for place in places], behind[: self.question_tokens]
+
+
+def _questions(path: Path, ids: Callable[[str], list[int]]) -> Iterator[_Question]:
+    form = '{"documents": ["...", "..."], "question": "..."}, none of them empty'
+    for line, row in read_lines("questions", path, form, QuestionLine):
+        *documents, question = map(ids, (*row.documents, row.question))
+        if not all((*documents, question)):  # some tokenizers make no token of blanks
+            raise InvalidRequestError("questions", line, f"a line is {form}")
+        yield documents, question
 
 
 def _pair(

@@ -306,7 +306,7 @@ class Client:
         names = self._named(tokens, keys)
         request = pb.LookupRequest(lease=True, places=True, min_accuracy=accuracy_number(accuracy))
         found = look_up(self._link, names, request, self.options.deadline_ms)
-        return Lease(self._link, names, found, accuracy)
+        return Lease(self._link, names, found, accuracy, self)
 
     def get_layers(
         self,

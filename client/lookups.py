@@ -179,10 +179,18 @@ class Lease(Held):
     """``keys`` are the chunks that ``match`` has ready. Leave the ``with`` to release them."""
 
     def __init__(
-        self, link: ServerLink, keys: Sequence[ChunkKey], found: Found, accuracy: Accuracy
+        self,
+        link: ServerLink,
+        keys: Sequence[ChunkKey],
+        found: Found,
+        accuracy: Accuracy,
+        client: object,
     ) -> None:
-        """*found*: the match and the places of the prompt with *keys*."""
+        """*found*: the match and the places of the prompt with *keys*. *client* closes *link* when
+        it is collected, so the lease keeps it.
+        """
         super().__init__(found.match.leases, link.release)
+        self._client = client
         self.match = found.match
         self.keys = list(keys[: self.match.ready])
         self._link = link

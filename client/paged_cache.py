@@ -83,14 +83,14 @@ class PagedCache:
             raise _mismatch(self.axes, "leave kv out if K and V are separate tensors")
         self.far: list[list[Any]] = []
         """The tensors of each layer of CUDA pages, by ``axes``; ``groups`` has their shapes."""
-        everything = [list(tensors_in(entry)) for entry in layers]
+        everything = [list(one) if isinstance(one, Sequence) else [one] for one in layers]
         on_device = [is_on_device(one) for some in everything for one in some]
         if any(on_device):
             if not all(on_device):
                 fix = "give CUDA tensors only, or none"
                 raise LayoutMismatchError("pages", "some on the host", fix)
-            self.far, layers = everything, twin(layers)
-        entries = iter(layers)
+            self.far, everything = everything, twin(everything)
+        entries = iter(everything)
         self.groups: list[list[list[Part]]] = [
             [_parts(next(entries), self.axes, group) for _ in group.layer_ids]
             for group in model.layer_groups
@@ -171,12 +171,10 @@ def _layers(
     return [whole[(*cut, layer)] for layer in range(tensors.shape[len(cut)])]
 
 
-def _parts(
-    entry: TensorLike | Sequence[TensorLike], axes: tuple[str, ...], group: LayerGroup
-) -> list[Part]:
+def _parts(tensors: Sequence[TensorLike], axes: tuple[str, ...], group: LayerGroup) -> list[Part]:
     """Return the pages of each part of one layer, (blocks, kv_heads, block_tokens, head_dim)."""
     arrays = []
-    for tensor in tensors_in(entry):
+    for tensor in tensors:
         _check_rank(tensor, axes)
         array = group_array("pages", tensor, group)
         arrays.append(array.view(f"u{array.dtype.itemsize}"))

@@ -256,7 +256,7 @@ class ServerLink:
         """
         session_id = transport.session.terms.session_id
         request = pb.DeleteRequest(
-            session_id=session_id, digests=key[DIGEST_BYTES:], if_damaged=True
+            session_id=session_id, digests=bytes(key[DIGEST_BYTES:]), if_damaged=True
         )
         with suppress(KVStoreError):
             self.call("Delete", request, pb.DeleteResponse, left_ms())

@@ -282,6 +282,8 @@ class Slabs:
 
     def slab(self, number: int) -> SlabMap:
         """Return a slab, mapped whole. Raises TierUnavailableError."""
+        if (slab := self._slabs.get(number)) is not None:
+            return slab  # while another thread waits for one
         with self._lock:
             slab = self._slabs.get(number)
             if slab is None:

@@ -65,6 +65,7 @@ class AuditLog:
             self._file: BinaryIO = _open(path)
         except OSError as error:
             raise _refusal(path, error) from None
+        self._opened = os.fstat(self._file.fileno())
         self._thread = Thread(target=self._run, name="audit-log", daemon=True)
         self._thread.start()
 
@@ -96,8 +97,14 @@ class AuditLog:
             self._file.close()
 
     def _write(self, at_s: float, event: Event, lost: int) -> None:
-        if self._file.tell() >= self._file_bytes or not self._path.exists():
-            self._turn_over()
+        is_full = self._file.tell() >= self._file_bytes
+        if is_full or self._is_moved():
+            try:
+                self._turn_over()
+            except OSError as error:
+                if is_full:
+                    raise
+                logger.error("audit log has no new file", reason=str(error))
         found = asdict(event) | {"lost": lost}
         known = {n: v[:256] if isinstance(v, str) else v for n, v in found.items() if v}
         line, digest = chained(self.last, {"at": round(at_s, 3), "n": self._count} | known)
@@ -108,14 +115,22 @@ class AuditLog:
 
     def _turn_over(self) -> None:
         self._file.flush()  # a close that fails would drop the lines
-        if self._path.exists():  # else it was moved, or the new file could not be opened last time
+        if not self._is_moved():
             for number in range(KEPT_FILES - 1, 1, -1):
                 older = _aside(self._path, number - 1)
                 if older.exists():
                     older.replace(_aside(self._path, number))
             self._path.replace(_aside(self._path, 1))
         before, self._file = self._file, _open(self._path)
+        self._opened = os.fstat(self._file.fileno())
         before.close()
+
+    def _is_moved(self) -> bool:
+        """Whether its path names another file or none, as after logrotate or a failed rotation."""
+        try:
+            return not os.path.samestat(self._opened, self._path.stat())
+        except OSError:
+            return True
 
 
 def chained(before: str, fields: dict[str, object]) -> tuple[bytes, str]:

@@ -472,12 +472,16 @@ def test_a_model_that_blends_well_on_the_questions_that_are_given_has_its_gate_o
 def test_what_cannot_be_tried_is_refused_by_name(
     server: LocalServer, calibrate: Run, model: Path, tmp_path: Path
 ) -> None:
-    questions = tmp_path / "questions"
+    questions, tokenizer = tmp_path / "questions", model / "tokenizer.json"
+    strip = {"normalizer": {"type": "Strip", "strip_left": True, "strip_right": True}}
+    tokenizer.write_text(json.dumps(json.loads(tokenizer.read_text()) | strip))
     good = '{"documents": ["one", "two"], "question": "which?"}'
     for line in (
         "{", "[]", '{"documents": ["one", "two"]}',
         '{"documents": ["one"], "question": "which?"}',
         '{"documents": ["one", ""], "question": "which?"}',
+        '{"documents": ["one", " "], "question": "which?"}',
+        '{"documents": ["one", "two"], "question": " "}',
         '{"documents": [1, 2], "question": "which?"}',
         '{"documents": ["one", "two"], "question": null}',
     ):  # fmt: skip

@@ -25,6 +25,7 @@ from helpers.kvstore_command import PROGRAM as KVSTORE
 from helpers.local_server import LocalServer
 from helpers.redis_process import free_port
 from helpers.trust_world import World
+from rich.cells import cell_len
 
 from kvstore import __version__
 from kvstore.cli.app import (
@@ -306,6 +307,13 @@ def test_a_terminal_too_narrow_for_that_shows_each_cell_in_a_line_of_its_own() -
     assert f"digest: {ID}" in lines
     assert "state:  evicted" in lines
     assert REASON in " ".join(" ".join(lines).split())
+
+
+def test_wide_characters_take_two_columns_of_a_terminal() -> None:
+    made = Grid(("digest", "why"), [(ID, "日本語 の 模型 " * 8)])
+    lines = shown(60, is_terminal=True, rows=made)
+    assert max(map(cell_len, lines)) <= 60
+    assert " ".join(lines).split().count("日本語") == 8
 
 
 def test_a_terminal_never_breaks_a_word() -> None:

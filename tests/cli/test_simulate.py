@@ -77,6 +77,8 @@ def test_a_line_is_a_chain_of_blocks_or_a_prompt_of_segments(tmp_path: Path) -> 
     assert "trace.jsonl" in complaint(tmp_path, "", " ")
     assert "use one kind" in complaint(tmp_path, BLOCKS, SEGMENTS)
     assert "hash_ids" in complaint(tmp_path, {"prompt": "hello"})
+    assert len(read_trace(write(tmp_path, {**SEGMENTS, "from": {"hash_ids": 1}}))) == 1
+    assert "malformed" in complaint(tmp_path, '{"ts": 2.5, "inp')
 
 
 def test_a_field_that_is_missing_is_named_with_its_line(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import inspect
+import weakref
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import aclosing, suppress
@@ -14,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 from conftest import ServerMaker
-from contracts.layers import layers_of, planned
+from contracts.layers import damage, layers_of, planned
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually
 from helpers.pages import engine_pages
 from helpers.prompts import (
@@ -103,6 +104,26 @@ def test_verbs_agree_on_what_is_there(client: Client) -> None:
     assert client.lookup(keys=keys).ready == 2
     assert client.clear() == 2
     assert client.list() == []
+
+
+@pytest.mark.parametrize("kind", [bytearray, memoryview])
+def test_a_damaged_chunk_of_keys_in_any_memory_is_a_miss(
+    server: LocalServer, client: Client, kind: Callable[[bytes], Any]
+) -> None:
+    keys = store(client, 1, 3)
+    damage(server, keys[1])
+    assert len(client.get_chunks(list(map(kind, keys)))) == 1
+    assert client.lookup(keys=keys).ready == 1
+
+
+def test_a_lease_outlives_the_variable_of_its_client(server: LocalServer, client: Client) -> None:
+    keys = store(client, 1, 2)
+    other = Client(server.address, SMALL, client.options)
+    is_there = weakref.ref(other)
+    with other.lease(keys=keys) as lease:
+        del other
+        assert is_there() is not None, "its end closes the session"
+        assert len(lease.get()) == 2
 
 
 def test_chunk_can_be_deleted_as_soon_as_its_get_is_over(client: Client) -> None:

@@ -6,6 +6,7 @@ import mmap
 import socket
 import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from dataclasses import replace
 from pathlib import Path
@@ -320,6 +321,30 @@ class OneSlab(Slabs):
             self.places.append(Place(SLAB, Reach.memory, 0, start, size, 100 + at))
         self.data = data
         self._slabs[SLAB] = SlabMap(memory)
+
+
+def test_a_mapped_slab_does_not_wait_for_the_server(tmp_path: Path) -> None:
+    path, is_asked, is_over = tmp_path / "s.sock", threading.Event(), threading.Event()
+
+    def serve(peer: socket.socket) -> None:
+        peer.recv(64)
+        is_asked.set()
+        is_over.wait(60)
+        peer.close()
+
+    slabs = OneSlab()
+    with closing(Listener(path, serve)), ThreadPoolExecutor(2) as pool:
+        slabs._socket = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        slabs._socket.connect(str(path))
+        other = pool.submit(slabs.slab, GONE)
+        assert is_asked.wait(60)
+        mapped = pool.submit(slabs.slab, SLAB)
+        try:
+            assert len(mapped.result(10).data)
+        finally:
+            is_over.set()
+        with pytest.raises(TierUnavailableError):
+            other.result()
 
 
 def views_of(slabs: OneSlab, places: list[Place]) -> LeasedViews:

@@ -265,6 +265,9 @@ OTHERS: list[tuple[Any, str, str]] = [
     ([numbers(4, 3, 8, 2, 8)] * 3, PAGE_AXES, "kv=3: give 2 parts"),
     ([numbers(4, 8, 2, 8)] * 3, "block token head dim", "kv=1: give 2 parts"),
     ([(numbers(4, 2, 8, 2, 8),) * 2] * 3, PAGE_AXES, "leave kv out if"),
+    ([{"kv": numbers(4, 2, 8, 2, 8)}] * 3, PAGE_AXES, "does not name the axes of"),
+    ([{name: numbers(4, 8, 2, 8) for name in "vk"}] * 3, "block token head dim", "not name the"),
+    ([[[numbers(4, 8, 2, 8)]] * 2] * 3, "block token head dim", "does not name the axes of"),
     (
         [numbers(4, 2, 8, 2, 8)] * 2 + [numbers(5, 2, 8, 2, 8)],
         PAGE_AXES, "all layers need the same number of blocks",

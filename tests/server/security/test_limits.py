@@ -309,6 +309,36 @@ def test_a_log_whose_file_is_moved_or_deleted_goes_on_in_a_new_one(path: Path) -
     assert len(lines(path.with_name("moved"))) == 1
 
 
+def test_a_log_whose_file_is_replaced_goes_on_in_the_new_one(path: Path) -> None:
+    log = AuditLog(path, 1 << 20, lambda: 1.5)
+    for number in (1, 2):
+        log.note(EVENT)
+        assert eventually(lambda: len(lines(path)) == 1)
+        for file in audit_files(path):  # as logrotate does, with "create"
+            file.rename(path.with_name(f"audit.{int(file.suffix[1:] or 0) + 1}"))
+        path.touch()
+        assert len(audit_files(path)) == number + 1
+    log.note(EVENT)
+    log.close()
+    assert [len(lines(file)) for file in audit_files(path)] == [1, 1, 1]
+    assert len(chain(path)) == 3
+
+
+def test_no_line_is_lost_while_the_folder_of_the_log_is_moved(tmp_path: Path) -> None:
+    folder, moved = tmp_path / "logs", tmp_path / "moved"
+    folder.mkdir()
+    log = AuditLog(folder / "audit", 1 << 20, lambda: 1.5)
+    log.note(EVENT)
+    assert eventually(lambda: len(lines(folder / "audit")) == 1)
+    folder.rename(moved)
+    log.note(EVENT)
+    assert eventually(lambda: len(lines(moved / "audit")) == 2)
+    folder.mkdir()
+    log.note(EVENT)
+    log.close()
+    assert [json.loads(line)["n"] for line in lines(folder / "audit")] == [2]
+
+
 def test_a_line_that_a_kill_tore_off_is_dropped_at_the_start(path: Path) -> None:
     write(path, 3)
     path.write_bytes(path.read_bytes() + b'{"at": 1')
