@@ -13,6 +13,7 @@ import weakref
 from collections.abc import Callable, Generator, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, Generic, Protocol, TypeAlias, TypeVar
 
 import grpc
@@ -23,6 +24,7 @@ from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto import kvstore_pb2_grpc
 from kvstore.proto.errors import (
     DeadlineError,
+    InvalidRequestError,
     KVStoreError,
     QuotaExceededError,
     TierUnavailableError,
@@ -69,8 +71,10 @@ class Connection:
         self.clock = clock
         self._process = FORKS.process
         self._bearer = Bearer(access)
+        self._access = access
         limit = 2 * MESSAGE_BYTES
-        self._channel = access.open(
+        self._open = partial(
+            access.open,
             address,
             [
                 ("grpc.max_receive_message_length", limit),
@@ -87,12 +91,15 @@ class Connection:
                 ("kvstore.process", os.getpid()),
             ],
         )
+        self._seen = access.seen()
+        self._channel = self._open()
         self._stub = kvstore_pb2_grpc.KVStoreStub(self._channel)
+        self._is_closed = False
         self.breaker = CircuitBreaker(retry_after_ms, clock, usual_ms)
         self._reconnecting: Any = None
         self._streams: dict[Any, Until] = {}
         self._retries = _RETRIES_IN_CHILD if FORKS.is_child else 0
-        self._lock = threading.Lock()  # guards _reconnecting and _streams
+        self._lock = threading.Lock()  # guards _reconnecting, _streams and the channel
 
     def call(self, method: str, request: Any, deadline_ms: int, reply: type[T]) -> T:
         """Call *method* and return its reply."""
@@ -226,6 +233,7 @@ class Connection:
             result: T = work()
         except grpc.RpcError as error:
             translated = translate(error)
+            self._renew()
             if self.breaker.record(translated, until):
                 self._reconnect()
             raise translated from None
@@ -233,6 +241,21 @@ class Connection:
             raise KVStoreError(f"the client is closed: {error}") from None
         self.breaker.record(None)
         return result
+
+    def _renew(self) -> None:
+        """Use the client certificate that has replaced ours, if any: ours may have expired.
+
+        Calls on the channel before go on; it closes after them.
+        """
+        with suppress(InvalidRequestError):  # half replaced: at the next error
+            seen = self._access.seen()
+            if seen == self._seen:
+                return
+            channel = self._open()
+            with self._lock:
+                if not self._is_closed:
+                    self._channel, self._seen = channel, seen
+                    self._stub = kvstore_pb2_grpc.KVStoreStub(channel)
 
     def _reconnect(self) -> None:
         """Make gRPC reconnect the channel in the background.
@@ -258,6 +281,8 @@ class Connection:
 
     def close(self) -> None:
         """Close the channel. Idempotent."""
+        with self._lock:
+            self._is_closed = True
         self._channel.close()
 
 

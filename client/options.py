@@ -41,7 +41,8 @@ MAX_NAME_CHARS = 128
 class Access:
     """``tls`` encrypts; ``ca`` is the CA bundle that verifies servers, by default gRPC's root
     certificates. ``cert`` and ``key``, all PEM files, are the client certificate and key for
-    mutual TLS; ``server_name`` is the name in the server's certificate, if not the address.
+    mutual TLS; once replaced, they are read again when a call has failed. ``server_name`` is the
+    name in the server's certificate, if not the address.
     ``token`` is an API key or a JWT; ``token_file`` has one, and is read again when it is replaced.
     Without TLS a token is sent only to this host, and only if this user, root or a system user
     listens there; ``insecure`` permits it in plain text anywhere.
@@ -78,6 +79,10 @@ class Access:
         credentials = grpc.ssl_channel_credentials(ca, key, cert)
         return grpc.secure_channel(address, credentials, options=options)
 
+    def seen(self) -> list[tuple[int, int]]:
+        """Return what changes when the client certificate and its key are replaced."""
+        return [_seen(path) for path in (self.cert, self.key) if path is not None]
+
 
 OPEN = Access()
 """Plain text, without credentials."""
@@ -108,11 +113,7 @@ class Bearer:
         path = self._path
         if path is None:
             return self._metadata
-        try:
-            found = os.stat(path)
-        except OSError as error:
-            raise InvalidRequestError("token_file", str(path), f"{error.strerror}") from None
-        seen = (found.st_ino, found.st_mtime_ns)
+        seen = _seen(path)
         with self._lock:
             if seen != self._seen:
                 self._metadata = _metadata(_read(path).decode("ascii", "replace").strip())
@@ -126,6 +127,14 @@ def _metadata(token: str) -> tuple[tuple[str, str], ...]:
             "token", "...", f"give printable ASCII, {MAX_TOKEN_CHARS} at most"
         )
     return ((_HEADER, f"Bearer {token}"),)
+
+
+def _seen(path: Path) -> tuple[int, int]:
+    try:
+        found = os.stat(path)
+    except OSError as error:
+        raise InvalidRequestError("access", str(path), f"{error.strerror}") from None
+    return found.st_ino, found.st_mtime_ns
 
 
 def _read(path: Path) -> bytes:

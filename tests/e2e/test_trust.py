@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, suppress
 from dataclasses import replace
@@ -344,6 +345,29 @@ def test_certificates_identify_and_may_be_replaced_under_load(
         stop.set()
         thread.join()
     assert failures == []
+
+
+def test_a_client_goes_on_with_the_certificate_that_replaced_its_expired_one(
+    ca: Authority, serve: Callable[..., LocalServer], tmp_path: Path
+) -> None:
+    ring = KeyRing(tmp_path / "keys")
+    token = ring.make("acme")
+    server, ends_at = serve("--auth-keys", str(ring.path)), time.monotonic() + 5
+    access = Access(True, ca.path, *ca.issue("engine", days=5 / 86_400), token=token)
+    options = ClientOptions("grpc", 16, DEADLINE_MS, access=access, retry_after_ms=1)
+    refused = []
+    with Client(f"localhost:{server.node.port}", SMALL, options) as client:
+        keys, chunks = chunks_for(client, 4)
+        client.put_chunks(chunks)
+        ca.issue("engine")  # over the same files
+
+        while time.monotonic() < ends_at + 1.5:
+            try:
+                client.get_chunks(keys)
+            except KVStoreError as error:
+                refused.append(error)
+        assert len(refused) < 10, refused[-1]
+        assert len(client.get_chunks(keys)) == len(keys)
 
 
 def test_a_certificate_that_is_revoked_is_refused_and_ends_its_sessions(
