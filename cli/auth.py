@@ -26,6 +26,8 @@ app.group("audit", "Administer", "The audit log.")
 
 KeyFile = Annotated[Path, Argument(metavar="FILE", help="Key file.")]
 NewFile = Annotated[Path, Argument(metavar="FILE", help="Key file; created if missing.")]
+_LOCK_S = 20.0
+"""How long to wait for other commands that change the same files."""
 
 
 def _shown(headings: Sequence[str], rows: Sequence[Sequence[str]]) -> app.Shown:
@@ -49,16 +51,32 @@ def _encryption_keys(file: Path) -> list[EncryptionKey]:
     return list(parse_encryption_keys(read_guarded(file)).values())
 
 
+def _is_locked(folder: int) -> bool:
+    try:
+        fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
+
+
 @contextmanager
 def _alone(file: Path) -> Iterator[None]:
-    """Wait until no other command changes *file*: else rows are lost, or revoked ones return."""
+    """Wait until no other command changes *file*: else rows are lost, or revoked ones return.
+
+    Not for ever: any user who can list the folder can lock it. Raises InvalidRequestError.
+    """
     try:
         folder = os.open(file.absolute().parent, os.O_RDONLY)  # the file itself is replaced
     except OSError as error:
         raise InvalidRequestError("file", str(file), f"{error.strerror}; name another") from None
     try:
+        ends_at = time.monotonic() + _LOCK_S
         with suppress(OSError):  # a file system without locks
-            fcntl.flock(folder, fcntl.LOCK_EX)
+            while not _is_locked(folder):
+                if time.monotonic() > ends_at:
+                    fix = "another process keeps its folder locked: end it; see lslocks"
+                    raise InvalidRequestError("file", str(file), fix)
+                time.sleep(0.05)
         yield
     finally:
         os.close(folder)

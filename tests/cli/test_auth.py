@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import subprocess
@@ -12,6 +13,7 @@ import pytest
 from conftest import ServerMaker
 from helpers.kvstore_command import Kvstore
 
+from kvstore.cli import auth
 from kvstore.server.security.key_files import (
     make_key,
     parse_encryption_keys,
@@ -106,6 +108,18 @@ def test_commands_that_change_one_file_at_a_time_lose_no_row_and_bring_none_back
     rows = parse_keys(tokens.read_bytes()).rows.values()
     assert [row.tenant for row in rows] == ["zeta"] * 4
     assert list(parse_encryption_keys(keys.read_bytes())) == [1, 2, 3]
+
+
+def test_a_folder_that_stays_locked_is_named_and_waited_for_no_longer(
+    tmp_path: Path, run: Run, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(auth, "_LOCK_S", 0.1)
+    file = tmp_path / "keys"
+    folder = os.open(tmp_path, os.O_RDONLY)  # as any user may who can list it
+    fcntl.flock(folder, fcntl.LOCK_EX)
+    assert "lslocks" in run("token", "make", file, "--tenant", "acme", status=2)
+    os.close(folder)
+    run("token", "make", file, "--tenant", "acme")
 
 
 def test_quotas_are_shown_and_changed_by_whoever_may_and_the_audit_log_holds(
