@@ -236,6 +236,7 @@ def read_frame(
         )
         with closing(link.connection.stream("Get", request, deadline_ms)) as replies:
             found = next(FrameAssembler(MAX_FRAME_BYTES).frames(map(arrival_of, replies)), None)
+            next(replies, None)  # its end: else the server logs a call that was cancelled
         if found is None:
             return None
         data = np.asarray(found.data)
@@ -259,6 +260,8 @@ def list_chunks(link: ServerLink, request: pb.ListRequest) -> Sequence[pb.ChunkS
         request.session_id = transport.session.terms.session_id
         with closing(link.connection.stream("List", request, left_ms())) as pages:
             chunks = (chunk for page in pages for chunk in page.chunks)
-            return list(islice(chunks, request.limit or None))
+            found = list(islice(chunks, request.limit or None))
+            next(pages, None)  # its end, as above
+            return found
 
     return link.run(work)

@@ -19,10 +19,11 @@ import structlog
 from conftest import ProcessMaker, ServerMaker
 from contracts.chunks import make_representation
 from helpers.local_server import DEADLINE_MS, LocalServer, eventually, open_session
-from helpers.prompts import SMALL
+from helpers.prompts import SMALL, store
 from simulation.clock import FakeClock
 
 from kvstore.cli.chunks import fetch_namespaces
+from kvstore.client import Client, ClientOptions
 from kvstore.client.connection import Connection
 from kvstore.proto import kvstore_pb2 as pb
 from kvstore.proto.errors import (
@@ -344,6 +345,21 @@ def test_a_line_that_a_kill_tore_off_is_dropped_at_the_start(path: Path) -> None
     path.write_bytes(path.read_bytes() + b'{"at": 1')
     write(path, 1)
     assert len(chain(path)) == 4
+
+
+def test_calls_that_returned_one_frame_or_page_are_logged_as_complete(
+    path: Path, make_server: ServerMaker
+) -> None:
+    server = make_server("--audit-log", str(path), "--audit-reads")
+    options = ClientOptions("grpc", 16, DEADLINE_MS)
+    with Client(server.address, SMALL, options) as client:
+        key, _ = store(client, 1, 2)
+        for _ in range(30):
+            assert client.frame(key) is not None
+            assert len(client.list(limit=1)) == 1
+    server.close()
+    calls = [(fields["rpc"], fields["outcome"]) for fields in map(json.loads, lines(path))]
+    assert [calls.count((rpc, "OK")) for rpc in ("Get", "List")] == [30, 30]
 
 
 @pytest.fixture
