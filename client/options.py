@@ -75,13 +75,14 @@ class Access:
         if self.server_name:
             options = [*options, ("grpc.ssl_target_name_override", self.server_name)]
         ca, cert = _certificates("ca", self.ca), _certificates("cert", self.cert)
-        key = None if self.key is None else _read(self.key)
+        key = None if self.key is None else _read("key", self.key)
         credentials = grpc.ssl_channel_credentials(ca, key, cert)
         return grpc.secure_channel(address, credentials, options=options)
 
     def seen(self) -> list[tuple[int, int]]:
         """Return what changes when the client certificate and its key are replaced."""
-        return [_seen(path) for path in (self.cert, self.key) if path is not None]
+        files = {"cert": self.cert, "key": self.key}
+        return [_seen(name, path) for name, path in files.items() if path is not None]
 
 
 OPEN = Access()
@@ -113,10 +114,11 @@ class Bearer:
         path = self._path
         if path is None:
             return self._metadata
-        seen = _seen(path)
+        seen = _seen("token_file", path)
         with self._lock:
             if seen != self._seen:
-                self._metadata = _metadata(_read(path).decode("ascii", "replace").strip())
+                token = _read("token_file", path).decode("ascii", "replace")
+                self._metadata = _metadata(token.strip())
                 self._seen = seen
             return self._metadata
 
@@ -129,25 +131,25 @@ def _metadata(token: str) -> tuple[tuple[str, str], ...]:
     return ((_HEADER, f"Bearer {token}"),)
 
 
-def _seen(path: Path) -> tuple[int, int]:
+def _seen(name: str, path: Path) -> tuple[int, int]:
     try:
         found = os.stat(path)
     except OSError as error:
-        raise InvalidRequestError("access", str(path), f"{error.strerror}") from None
+        raise InvalidRequestError(name, str(path), f"{error.strerror}") from None
     return found.st_ino, found.st_mtime_ns
 
 
-def _read(path: Path) -> bytes:
+def _read(name: str, path: Path) -> bytes:
     try:
         return Path(path).read_bytes()
     except OSError as error:
-        raise InvalidRequestError("access", str(path), f"{error.strerror}") from None
+        raise InvalidRequestError(name, str(path), f"{error.strerror}") from None
 
 
 def _certificates(name: str, path: Path | None) -> bytes | None:
     if path is None:
         return None
-    found, context = _read(path), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    found, context = _read(name, path), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     try:  # of a file without any, gRPC says only that it knows no address
         context.load_verify_locations(cadata=found.decode("ascii", "ignore"))  # comments may not be
     except (OSError, ValueError):

@@ -90,6 +90,14 @@ def test_files_without_certificates_are_refused_by_name(tmp_path: Path) -> None:
                 Client("127.0.0.1:1", MODEL, ClientOptions(access=Access(**files)))
 
 
+def test_files_that_cannot_be_read_are_refused_by_the_name_of_their_option(tmp_path: Path) -> None:
+    for name in ("token_file", "ca", "cert"):
+        for path, reason in (tmp_path, "Is a directory"), (tmp_path / "none", "No such file"):
+            files: dict[str, Any] = {name: path} | ({"key": path} if name == "cert" else {})
+            with pytest.raises(InvalidRequestError, match=f"^{name}='{path}': {reason}"):
+                Client("127.0.0.1:1", MODEL, ClientOptions(access=Access(**files)))
+
+
 def test_comments_among_certificates_may_be_in_any_language(tmp_path: Path) -> None:
     made = Authority(tmp_path).path
     made.write_text(f"# Főtanúsítvány\n{made.read_text()}", encoding="utf-8")
