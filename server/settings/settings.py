@@ -46,6 +46,7 @@ from kvstore.server.settings.values import (
     MAX_DEADLINE_MS,
     MAX_QUERIED_PEERS,
     MIB,
+    POOL_PREFIX,
     TIER_NAMES,
     Checked,
     Count,
@@ -512,6 +513,10 @@ def _caller_problems(config: Settings) -> Problems:
         yield "jwt_audience", "give the audience, or tokens for other services are accepted"
     if config.http_tls and not config.tls_cert:
         yield "http_tls", "TLS needs a certificate: give --tls-cert and --tls-key"
+    pools = {f"{POOL_PREFIX}{pool.name}" for pool in config.shared_pools}
+    limited = {one.tenant for one in config.tenant_quotas if one.tenant.startswith(POOL_PREFIX)}
+    if not limited <= pools:
+        yield "tenant_quotas", "it names a pool that is not in --shared-pools"
 
 
 def _address_problems(config: Settings) -> Problems:

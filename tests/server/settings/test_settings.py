@@ -438,6 +438,10 @@ BAD_VALUES = [
     (["--tenant-quotas", "acme=1GiB,acme=2GiB"], ["tenant_quotas", "once for each tier"]),
     (["--tenant-quotas", "acme/ssd=1GiB"], ["tenant_quotas", "gpu, cpu, disk, redis"]),
     (["--tenant-quotas", "a b=1GiB"], ["tenant_quotas", "letters, digits"]),
+    (
+        ["--shared-pools", "a=*", "--tenant-quotas", "pool:a=1GiB,pool:b/disk=1GiB"],
+        ["tenant_quotas", "a pool that is not in --shared-pools"],
+    ),
     (["--category-terms", "batch"], ["category_terms='batch'", "CATEGORY=TTL:SIZE"]),
     (["--category-terms", "batch=soon"], ["category_terms", "90s, 10min, 2h or 7d"]),
     (["--category-terms", "batch=31d"], ["category_terms", "30d at most"]),
