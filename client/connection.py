@@ -42,8 +42,6 @@ _FORKED = "a fork of the process ended the call: retry it"
 _NO_METHOD = "/kvstore.v1.KVStore/NoMethod"
 """The thread that reads calls refuses it: it waits in no queue and costs next to nothing."""
 _TRACE_API = "opentelemetry.trace"
-_PING_TIMEOUT = "grpc.http2.ping_timeout_ms"
-"""The minute of its default would count, however short the timeout of keepalive."""
 
 C = TypeVar("C", bound="_Pooled")
 T = TypeVar("T")
@@ -82,7 +80,8 @@ class Connection:
                 # A connection that died without a sign, as NAT leaves it, is replaced after both.
                 # Servers accept pings that are five seconds apart.
                 ("grpc.keepalive_time_ms", 10_000),
-                *((name, 10_000) for name in ("grpc.keepalive_timeout_ms", _PING_TIMEOUT)),
+                ("grpc.keepalive_timeout_ms", 10_000),
+                ("grpc.http2.ping_timeout_ms", 10_000),  # or its default, a minute, would count
                 ("grpc.initial_reconnect_backoff_ms", 100),
                 # Also the connect timeout: long enough for a busy server.
                 ("grpc.min_reconnect_backoff_ms", 2_000),
