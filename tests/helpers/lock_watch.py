@@ -12,6 +12,8 @@ import threading
 from pathlib import Path
 from typing import Any
 
+import structlog
+
 _WATCHED = ("kvstore/server/", "kvstore/tiers/")
 _lock = threading.Lock
 _here = threading.local()
@@ -82,5 +84,6 @@ def load(folder: Path) -> None:
 
 if __name__ == "__main__":
     threading.Lock = WatchedLock  # type: ignore[assignment]
+    structlog.configure(logger_factory=structlog.PrintLoggerFactory(sys.stderr))
     load(Path(sys.argv[1]))
     print(*sorted(" -> ".join(places) for places in _nested), "done", sep="\n")
